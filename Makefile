@@ -1,0 +1,36 @@
+# make demo   a run over the shipped sample against the simulator, results in out/demo
+# make test   formatting, types and every test
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/.demo
+	$(BIN)/python -m pipelines.run --input=pipelines/sample/requests.jsonl --output=out/demo \
+	  --base_url='simulated?latency_ms=300&latency_sigma=0.5&error_rate=0.05' --num_workers=2
+	@echo
+	@echo "An answer, from out/demo/completed-*.jsonl:"
+	@head -n 1 out/demo/completed-00000-of-*.jsonl
+	@echo
+	@echo "The whole run: out/demo/summary.json"
+
+test: .venv/.test lint
+	$(BIN)/python -m pytest
+
+lint: .venv/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.venv/.demo: setup.py
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/.test: .venv/.demo
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv out build dist *.egg-info
