@@ -1,0 +1,62 @@
+"""JSON as it comes and as we write it: strict on the way out, lenient where servers and rows bend the rules."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def dumps(value: Any) -> bytes:
+    """Strict JSON on one line: UTF-8, NaN and infinities as null, half surrogate pairs as `\\udXXX` escapes.
+
+    Raises:
+        TypeError: Something that JSON cannot say.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # orjson refuses half surrogate pairs and keys that are not strings; Python's json writes both.
+        return json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def loads(raw: bytes) -> Any:
+    """The value of a JSON text.
+
+    Takes what strict parsers refuse and servers send all the same: NaN and infinities (become null), half surrogate
+    pairs as escapes (become U+FFFD), a byte order mark.
+
+    Raises:
+        ValueError: Not JSON, or not UTF-8.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        text = raw.removeprefix(_BOM).decode("utf-8")
+        try:
+            return _whole_characters(json.loads(text, parse_constant=lambda name: None))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {_whole_characters(key): _whole_characters(item) for key, item in value.items()}
+    return value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
