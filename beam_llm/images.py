@@ -1,0 +1,271 @@
+"""Pictures for a request: the policy, what is sent as it is and what is made anew, and the data URL.
+
+| picture | becomes |
+| --- | --- |
+| JPEG, PNG: whole, upright, opaque, still, 8-bit RGB or grey, sRGB, within the limits | sent as it is |
+| another format named in `passthrough_formats`, the same conditions | sent as it is, after one decode to be sure |
+| any other JPEG, MPO, lossy WebP, HEIC, AVIF | first frame, upright, flat, sRGB, within the limits, as JPEG |
+| all else that Pillow reads | the same, as PNG |
+| a PIL image opened from a file and not loaded yet | what its file becomes |
+| a PIL image in memory | what its pixels and `info` (Exif, profile) ask for; its `format` chooses JPEG or PNG |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from io import BytesIO
+
+import pybase64
+from PIL import Image
+
+from beam_llm.errors import ConfigError, ErrorKind, RequestError
+from beam_llm.image_checks import PlainFile, inspect_file, is_lossless_webp, is_srgb_profile
+from beam_llm.image_pixels import READABLE_FORMATS, flat_srgb, media_type, open_picture, quiet_pillow, turn_to_upright
+
+_LOSSY_FORMATS = ("JPEG", "MPO", "WEBP", "HEIF", "AVIF")
+_FALLING_QUALITY = (80, 65, 50)
+_SMALLEST_SIDE = 16
+_PNG_COMPRESSION = 1
+"""Of a 640x480 photo: level 1 takes 19 ms and 437 kB, Pillow's default 88 ms and 399 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePolicy:
+    """What pictures may be read, and how they are sent.
+
+    Args:
+        max_pixels: Width times height of what is sent; larger pictures are made smaller. None: no limit.
+        max_side: Longer side of what is sent, in pixels. None: no limit.
+        min_side: Shorter side of what is sent, in pixels; smaller pictures are scaled up, and refused where that
+            would break another limit. None: no limit.
+        max_bytes: Bytes of the file that is sent, before base64 (which adds a third). What is larger becomes a
+            JPEG of falling quality, then of falling size. None: no limit.
+        format: `auto`, `jpeg` or `png`; `auto` keeps what is sent as it is and else follows the source.
+        quality: JPEG quality, 1 to 100.
+        background: Colour behind transparent pixels, (red, green, blue).
+        passthrough_formats: Formats, by Pillow's names, that may be sent as they are.
+        max_decode_pixels: Pictures with more are refused as bombs, before a pixel is decoded.
+        fetch_images: Whether to download http(s) pictures here; else the model server is given the URL.
+        root: Local folder or prefix (`gs://bucket/images/`). Only what lies in it is read, links resolved, and
+            relative references start there. None: any file that the worker can read.
+        allow_private_addresses: Whether downloads may go to private, loopback and link-local addresses.
+        max_download_bytes: Most bytes read of one picture, from wherever it comes.
+        download_timeout_s: Seconds for one try of a download.
+        user_agent: Sent with downloads. None: `beam_llm/<version>`.
+    """
+
+    max_pixels: int | None = None
+    max_side: int | None = None
+    min_side: int | None = None
+    max_bytes: int | None = None
+    format: str = "auto"
+    quality: int = 90
+    background: tuple[int, int, int] = (255, 255, 255)
+    passthrough_formats: tuple[str, ...] = ("JPEG", "PNG")
+    max_decode_pixels: int = 200_000_000
+    fetch_images: bool = False
+    root: str | None = None
+    allow_private_addresses: bool = False
+    max_download_bytes: int = 100 * 2**20
+    download_timeout_s: float = 30.0
+    user_agent: str | None = None
+
+    def __post_init__(self) -> None:
+        limits = ("max_pixels", "max_side", "min_side", "max_bytes", "max_decode_pixels", "max_download_bytes")
+        for name in limits:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"ImagePolicy.{name} must be >= 1 or None for no limit, got {value}")
+        if self.format not in ("auto", "jpeg", "png"):
+            raise ConfigError(f"ImagePolicy.format must be auto, jpeg or png, got {self.format!r}")
+        if not 1 <= self.quality <= 100:
+            raise ConfigError(f"ImagePolicy.quality must be 1 to 100, got {self.quality}")
+        if len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background):
+            raise ConfigError(f"ImagePolicy.background must be three numbers 0 to 255, got {self.background}")
+        if unknown := [name for name in self.passthrough_formats if name not in READABLE_FORMATS]:
+            raise ConfigError(f"ImagePolicy.passthrough_formats must be of {READABLE_FORMATS}, got {unknown}")
+        if not self.download_timeout_s > 0:
+            raise ConfigError(f"ImagePolicy.download_timeout_s must be > 0, got {self.download_timeout_s}")
+        side = self.min_side or 1
+        if side > (self.max_side or side) or side * side > (self.max_pixels or side * side):
+            raise ConfigError(f"ImagePolicy.min_side {side} cannot be met within max_side and max_pixels; lower it")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """A picture as it is sent.
+
+    Args:
+        data: The file's bytes.
+        media_type: `image/jpeg`, … as the bytes are, whatever the file was called.
+        width, height: In pixels.
+        converted: False if these are the original's bytes.
+    """
+
+    data: bytes
+    media_type: str
+    width: int
+    height: int
+    converted: bool
+
+
+def encode_image(source: bytes | Image.Image, policy: ImagePolicy, name: str = "image") -> EncodedImage:
+    """Make a picture fit to be sent; see the table at the top of this file.
+
+    Args:
+        source: A file's bytes, or a PIL image, which is left as it is. Its file, if it still has one open, stays
+            open until the caller lets go of it.
+        policy: The limits and the form.
+        name: What to call it in an error message.
+
+    Raises:
+        RequestError: It is no picture, it is broken, or it cannot be brought within the limits.
+    """
+    try:
+        data = _file_bytes(source) if isinstance(source, Image.Image) else source
+        plain = inspect_file(data) if data is not None else None
+        if data is not None and plain is not None and _may_pass(plain, policy):
+            whole = data if plain.size == len(data) else data[: plain.size]
+            return EncodedImage(whole, media_type(plain.image_format), plain.width, plain.height, converted=False)
+        with quiet_pillow():
+            image = source if isinstance(source, Image.Image) and data is None else open_picture(data or b"")
+            return _decode_and_encode(image, data, policy)
+    except RequestError as error:
+        raise RequestError(f"{name} {error.message}", ErrorKind.BAD_IMAGE) from error
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, MemoryError, …: Pillow raises them all
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise RequestError(f"{name} cannot be decoded ({reason})", ErrorKind.BAD_IMAGE) from error
+
+
+def data_url(encoded: EncodedImage) -> str:
+    """The picture as a `data:` URL, for the `image_url` part of a message."""
+    return f"data:{encoded.media_type};base64,{pybase64.b64encode_as_string(encoded.data)}"
+
+
+def target_size(width: int, height: int, policy: ImagePolicy) -> tuple[int, int]:
+    """Width and height to send, the picture's own where it is within the limits.
+
+    Raises:
+        RequestError: The picture is empty or a bomb, or `min_side` would break another limit.
+    """
+    if width < 1 or height < 1:
+        raise RequestError(f"is {width}x{height}: it has no pixels", ErrorKind.BAD_IMAGE)
+    if width * height > policy.max_decode_pixels:
+        reason = f"is {width}x{height}, more than max_decode_pixels ({policy.max_decode_pixels})"
+        raise RequestError(reason, ErrorKind.BAD_IMAGE)
+    max_pixels = policy.max_pixels or width * height
+    max_side = policy.max_side or max(width, height)
+    scale = min(1.0, math.sqrt(max_pixels / (width * height)), max_side / max(width, height))
+    size = _scaled_size(width, height, scale)
+    size = (min(size[0], max(1, max_pixels // size[1])), min(size[1], max(1, max_pixels // size[0])))
+    if policy.min_side is None or min(size) >= policy.min_side:
+        return size
+    grown = policy.min_side / min(size)
+    size = (max(policy.min_side, round(size[0] * grown)), max(policy.min_side, round(size[1] * grown)))
+    if size[0] * size[1] > (policy.max_pixels or policy.max_decode_pixels) or max(size) > (
+        policy.max_side or max(size)
+    ):
+        reason = f"is {width}x{height}: min_side {policy.min_side} would make it {size[0]}x{size[1]}, beyond the limits"
+        raise RequestError(reason, ErrorKind.BAD_IMAGE)
+    return size
+
+
+def _scaled_size(width: int, height: int, scale: float) -> tuple[int, int]:
+    # 1e-6: a side that is whole but for the float's last digit must not lose a pixel.
+    return max(1, int(width * scale + 1e-6)), max(1, int(height * scale + 1e-6))
+
+
+def _may_pass(plain: PlainFile, policy: ImagePolicy) -> bool:
+    wanted = policy.format in ("auto", plain.image_format.lower())
+    size = plain.width, plain.height
+    fits = target_size(*size, policy) == size and plain.size <= (policy.max_bytes or plain.size)
+    return fits and wanted and plain.image_format in policy.passthrough_formats
+
+
+def _file_bytes(image: Image.Image) -> bytes | None:
+    """The file behind a PIL image that has not been loaded; None once its pixels may have been changed."""
+    file = getattr(image, "fp", None)
+    is_lazy = bool(getattr(image, "tile", None)) or getattr(image, "_im", image) is None
+    if file is None or not is_lazy or image.format not in READABLE_FORMATS or image.tell() != 0:
+        return None
+    try:
+        position = file.tell()
+        file.seek(0)
+        data = file.read()
+        file.seek(position)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return data if isinstance(data, bytes) else None
+
+
+def _decode_and_encode(image: Image.Image, data: bytes | None, policy: ImagePolicy) -> EncodedImage:
+    target = target_size(*image.size, policy)
+    image_format, frames = image.format or "", getattr(image, "n_frames", 1)
+    if data is not None and image_format == "JPEG":
+        image.draft(None, target)  # decodes at 1/2, 1/4 or 1/8, never below the target
+    image.load()
+    turn = turn_to_upright(image)
+    if data is not None and turn is None and frames == 1 and _may_pass_decoded(image, data, target, policy):
+        return EncodedImage(data, media_type(image_format), *target, converted=False)
+    pixels = image
+    if image.mode in ("RGB", "L", "CMYK") and "transparency" not in image.info and target[0] < image.width:
+        pixels = image.resize(target, Image.Resampling.LANCZOS)  # first, as what follows costs by the pixel
+    pixels = flat_srgb(pixels, policy.background)
+    if pixels.size != target:
+        pixels = pixels.resize(target, Image.Resampling.LANCZOS)
+    pixels = pixels.copy() if pixels is image else pixels
+    pixels.info = {}  # Pillow would write the profile, comment and transparent colour that stand in it
+    is_lossy = image_format in _LOSSY_FORMATS and not (data is not None and is_lossless_webp(data))
+    return _encode_pixels(pixels if turn is None else pixels.transpose(turn), is_lossy, policy)
+
+
+def _may_pass_decoded(image: Image.Image, data: bytes, target: tuple[int, int], policy: ImagePolicy) -> bool:
+    """Whether an upright, still picture other than JPEG and PNG, which decoded well, may be sent as it is."""
+    profile = image.info.get("icc_profile")
+    return (
+        image.format not in ("JPEG", "PNG")
+        and image.format in policy.passthrough_formats
+        and policy.format == "auto"
+        and image.mode in ("RGB", "L")
+        and not image.has_transparency_data
+        and (not profile or is_srgb_profile(profile))
+        and image.size == target
+        and len(data) <= (policy.max_bytes or len(data))
+    )
+
+
+def _encode_pixels(pixels: Image.Image, is_lossy: bool, policy: ImagePolicy) -> EncodedImage:
+    """Save; while that is more than `max_bytes`, as JPEG of falling quality, then of falling size.
+
+    A `format` of `png` stays PNG and only gets smaller.
+    """
+    image_format = {"jpeg": "JPEG", "png": "PNG"}.get(policy.format, "JPEG" if is_lossy else "PNG")
+    quality = policy.quality
+    data = _saved(pixels, image_format, quality)
+    limit = len(data) if policy.max_bytes is None else policy.max_bytes
+    if len(data) > limit and policy.format != "png":
+        image_format = "JPEG"
+        for quality in (policy.quality, *(step for step in _FALLING_QUALITY if step < policy.quality)):
+            data = _saved(pixels, image_format, quality)
+            if len(data) <= limit:
+                break
+    smaller, scale = pixels, 1.0
+    while len(data) > limit:
+        scale *= min(0.9, 0.95 * math.sqrt(limit / len(data)))
+        size = _scaled_size(*pixels.size, scale)
+        if max(size) < _SMALLEST_SIDE or min(size) < (policy.min_side or 1):
+            reason = f"is {pixels.width}x{pixels.height} and does not fit into max_bytes ({limit}) at a useful size"
+            raise RequestError(reason, ErrorKind.BAD_IMAGE)
+        smaller = pixels.resize(size, Image.Resampling.LANCZOS)
+        data = _saved(smaller, image_format, quality)
+    return EncodedImage(data, media_type(image_format), smaller.width, smaller.height, converted=True)
+
+
+def _saved(pixels: Image.Image, image_format: str, quality: int) -> bytes:
+    file = BytesIO()
+    if image_format == "JPEG":
+        pixels.save(file, "JPEG", quality=quality)
+    else:
+        pixels.save(file, "PNG", compress_level=_PNG_COMPRESSION)
+    return file.getvalue()
