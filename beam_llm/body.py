@@ -1,0 +1,119 @@
+"""From a ChatRequest to the bytes that are posted: defaults filled in, messages built, images encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from beam_llm.config import ChatConfig
+from beam_llm.errors import RequestError
+from beam_llm.image_loading import load_image
+from beam_llm.images import data_url, encode_image
+from beam_llm.jsontext import dumps
+from beam_llm.messages import Message, image_references, replace_images, to_messages
+from beam_llm.records import ChatRequest, FailedRequest
+from beam_llm.sampling import merge_fields
+
+
+class Body:
+    """The JSON of one request until it has been sent; then `release` lets its bytes go, whoever still holds the object.
+
+    An answer takes seconds to minutes, so thousands of open requests would otherwise hold thousands of pictures.
+    """
+
+    __slots__ = ("_data", "size")
+
+    def __init__(self, data: bytes) -> None:
+        self._data: bytes | None = data
+        self.size = len(data)
+
+    @property
+    def data(self) -> bytes | None:
+        """The JSON; None once released."""
+        return self._data
+
+    def release(self) -> None:
+        """Lets the bytes go."""
+        self._data = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request and the JSON that is posted for it.
+
+    Args:
+        request: What the caller gave; a retry builds the body again from it.
+        body: The JSON, images included.
+        images: Number of pictures in the body.
+    """
+
+    request: ChatRequest
+    body: Body
+    images: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request on its way to a body: all fields settled, `references` still to be loaded, in message order."""
+
+    request: ChatRequest
+    fields: dict[str, Any]
+    messages: list[Message]
+    references: list[Any]
+
+
+class BodyBuilder:
+    """Builds bodies for one config. Safe to use from several threads at once."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._config = config
+        self._defaults: dict[str, Any] = config.sampling.fields()
+        if config.model is not None:
+            self._defaults = {"model": config.model, **self._defaults}
+
+    def prepare(self, request: ChatRequest) -> PreparedRequest | FailedRequest:
+        """The request with its body, or why it cannot be sent. Never raises for what a row can hold."""
+        draft = self.draft(request)
+        return draft if isinstance(draft, FailedRequest) else self.finish(draft)
+
+    def draft(self, request: ChatRequest) -> Draft | FailedRequest:
+        """Everything but the pictures: microseconds, no waiting."""
+        try:
+            fields = merge_fields(self._defaults, request.body, self._config.dialect)
+            if not isinstance(model := fields.get("model"), str) or not model:
+                raise RequestError(f"body.model: expected a name, got {model!r}; name it in the row or with --model")
+            if "messages" not in fields:
+                raise RequestError("body.messages: missing")
+            messages = to_messages(fields["messages"], self._config.system_prompt)
+            return Draft(request, fields, messages, image_references(messages))
+        except RequestError as error:
+            return failed_before_sending(request, error)
+
+    def finish(self, draft: Draft) -> PreparedRequest | FailedRequest:
+        """Loads and encodes the pictures and writes the JSON; may wait for a disk or a server."""
+        messages = draft.messages
+        try:
+            if draft.references:
+                messages = replace_images(messages, [self._image_url(reference) for reference in draft.references])
+            body = Body(dumps({**draft.fields, "messages": messages}))
+            return PreparedRequest(draft.request, body, len(draft.references))
+        except RequestError as error:
+            return failed_before_sending(draft.request, error)
+        except (TypeError, ValueError, RecursionError) as error:
+            return failed_before_sending(draft.request, RequestError(f"body: cannot be written as JSON: {error}"))
+
+    def _image_url(self, reference: Any) -> str:
+        policy = self._config.images
+        loaded = load_image(reference, policy)
+        return loaded if isinstance(loaded, str) else data_url(encode_image(loaded, policy))
+
+
+def failed_before_sending(request: ChatRequest, error: RequestError) -> FailedRequest:
+    """The record of a request that no server has seen."""
+    return FailedRequest(
+        custom_id=request.custom_id,
+        kind=error.kind,
+        message=error.message,
+        context=request.context,
+        origin=request.origin,
+    )

@@ -1,0 +1,107 @@
+"""ChatConfig: everything that a worker needs to know, validated at construction, picklable, without secrets."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from beam_llm.endpoints import check_base_url
+from beam_llm.errors import ConfigError
+from beam_llm.images import ImagePolicy
+from beam_llm.retry import RetryPolicy
+from beam_llm.sampling import Dialect, SamplingParams, check_dialect
+
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How to ask: where, what, how much at once, how patiently.
+
+    Args:
+        base_urls: One base URL or several (a tuple), for example `http://localhost:8000/v1`.
+        model: Used where the request names none; None if every request does.
+        api_key_env: Name of the environment variable that holds the key, read on the worker. None, or a variable that
+            is not set: no Authorization header. The key itself is never part of the config.
+        dialect: Whose body fields are meant.
+        sampling: Defaults under what the request says.
+        system_prompt: Put in front of messages that do not begin with one.
+        images: What becomes of pictures.
+        retry: When and how a request is tried again.
+        max_in_flight: Open requests per worker process.
+        max_in_flight_mb: Megabytes of bodies not yet sent, per worker process.
+        requests_per_minute: For one worker process; None = no limit.
+        connect_timeout_s: To open a connection.
+        read_timeout_s: Longest silence while waiting for an answer.
+        deadline_s: For one request over all its attempts; None = only the other limits.
+        batch_size: Rows handed to the DoFn at once.
+
+    Raises:
+        ConfigError: Names the field, the value and the way out.
+    """
+
+    base_urls: tuple[str, ...]
+    model: str | None = None
+    api_key_env: str | None = "OPENAI_API_KEY"
+    dialect: Dialect = Dialect.GENERIC
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    system_prompt: str | None = None
+    images: ImagePolicy = field(default_factory=ImagePolicy)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    max_in_flight: int = 1024
+    max_in_flight_mb: float = 256
+    requests_per_minute: float | None = None
+    connect_timeout_s: float = 30
+    read_timeout_s: float = 1800
+    deadline_s: float | None = None
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        urls = (self.base_urls,) if isinstance(self.base_urls, str) else tuple(self.base_urls)
+        if not urls:
+            raise ConfigError("base_urls is empty: give at least one, such as http://localhost:8000/v1")
+        object.__setattr__(self, "base_urls", tuple(check_base_url(url) for url in urls))
+        object.__setattr__(self, "dialect", _dialect(self.dialect))
+        for name in ("max_in_flight", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("max_in_flight_mb", "connect_timeout_s", "read_timeout_s", "requests_per_minute", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
+        check_dialect(self.sampling.fields(), self.dialect)
+
+    @property
+    def max_in_flight_bytes(self) -> int:
+        """`max_in_flight_mb` in bytes."""
+        return int(self.max_in_flight_mb * MEGABYTE)
+
+    def key(self) -> str:
+        """The same for equal configs, in every process: what a process's driver is shared by."""
+        return blake2b(pickle.dumps(self, protocol=4), digest_size=16).hexdigest()
+
+
+def _dialect(value: str) -> Dialect:
+    try:
+        return Dialect(value)
+    except ValueError:
+        known = ", ".join(Dialect)
+        raise ConfigError(f"dialect must be one of {known}, got {value!r}") from None
+
+
+def read_api_key(api_key_env: str | None) -> str | None:
+    """The key from the environment, without outer white space; None if there is none.
+
+    Raises:
+        ConfigError: A control character or a character outside Latin-1 inside the key, which no header can carry.
+    """
+    key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
+    if not key:
+        return None
+    if any(ord(c) < 32 or ord(c) in range(127, 161) or ord(c) > 255 for c in key):
+        raise ConfigError(
+            f"the key in ${api_key_env} has a line end or another character that no HTTP header can carry; set it again"
+        )
+    return key

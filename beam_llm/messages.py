@@ -1,0 +1,151 @@
+"""From what people write (a string, typed parts, OpenAI messages, PIL objects) to OpenAI messages.
+
+Images stay references here: `image_references` lists them and `replace_images` puts data URLs in their place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from beam_llm.errors import RequestError
+
+Message = dict[str, Any]
+Part = dict[str, Any]
+
+_IN_MEMORY = (bytes, bytearray, memoryview, Image.Image, os.PathLike)
+"""What can only be a picture when it stands where a part is expected."""
+
+
+def to_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
+    """OpenAI messages of any accepted form, parts in their order, images still as references.
+
+    Args:
+        prompt: A string; a part or a list of parts (`{"type": "text"|"image", "value": …}`, OpenAI parts, strings, PIL
+            objects, bytes); a message or a list of messages.
+        system_prompt: Put in front unless the messages begin with a system or developer message; None adds nothing.
+
+    Raises:
+        RequestError: Nothing to ask, or a form that is not understood; names the place.
+    """
+    if isinstance(prompt, (Mapping, *_IN_MEMORY)):
+        prompt = [prompt]
+    messages: list[Message]
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence):
+        raise RequestError(f"messages: expected a string or a list, got {_name(prompt)}")
+    elif not prompt:
+        raise RequestError("messages: the list is empty")
+    elif any(isinstance(item, Mapping) and "role" in item for item in prompt):
+        messages = [_message(item, f"messages[{i}]") for i, item in enumerate(prompt)]
+    else:
+        messages = [{"role": "user", "content": [_part(item, f"messages[{i}]") for i, item in enumerate(prompt)]}]
+    if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where}: expected an object with a role, got {_name(item)}")
+    role = item.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role: expected a string such as 'user', got {role!r}")
+    content = item.get("content")
+    if content is None or isinstance(content, str):
+        # None is right for an assistant's tool call; what else it may mean is for the server to judge.
+        return dict(item)
+    if isinstance(content, (Mapping, *_IN_MEMORY)):
+        content = [content]
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where}.content: expected a string or a list of parts, got {_name(content)}")
+    return {**item, "content": [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]}
+
+
+def _part(item: Any, where: str) -> Part:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    if isinstance(item, _IN_MEMORY):
+        return _image_part(item)
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where}: expected a part such as {{'type': 'text', 'text': …}}, got {_name(item)}")
+    kind = item.get("type")
+    if kind == "text":
+        text = item.get("text", item.get("value"))
+        if not isinstance(text, str):
+            raise RequestError(f"{where}: a text part needs a string in 'text' (or 'value'), got {_name(text)}")
+        return {**{k: v for k, v in item.items() if k != "value"}, "text": text}
+    if kind in ("image", "image_url"):
+        return _typed_image_part(item, where)
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}.type: expected 'text', 'image' or another OpenAI part type, got {kind!r}")
+    return dict(item)  # input_audio, video_url, file …: the server's business
+
+
+def _typed_image_part(item: Mapping[str, Any], where: str) -> Part:
+    reference = next(
+        (item[name] for name in ("image_url", "value", "image", "url") if item.get(name) is not None), None
+    )
+    options: dict[str, Any] = {}
+    if isinstance(reference, Mapping) and "url" in reference:
+        options = {name: value for name, value in reference.items() if name != "url"}
+        reference = reference["url"]
+    if isinstance(detail := item.get("detail"), str):
+        options["detail"] = detail
+    if reference is None or reference == "":
+        raise RequestError(f"{where}: an image part names no image (expected a path, a URL, bytes or a PIL image)")
+    return _image_part(reference, options)
+
+
+def _image_part(reference: Any, options: Mapping[str, Any] | None = None) -> Part:
+    return {"type": "image_url", "image_url": {"url": reference, **(options or {})}}
+
+
+def _image_parts(messages: Sequence[Message]) -> Iterator[Part]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from (part for part in content if part.get("type") == "image_url")
+
+
+def image_references(messages: Sequence[Message]) -> list[Any]:
+    """Every image reference, in the order in which the pictures are sent."""
+    return [part["image_url"]["url"] for part in _image_parts(messages)]
+
+
+def count_images(prompt: Any) -> int:
+    """About how many pictures a prompt of any accepted form has, without building messages: for sizing batches."""
+    if isinstance(prompt, _IN_MEMORY):
+        return 1
+    if isinstance(prompt, Mapping):
+        if prompt.get("type") in ("image", "image_url"):
+            return 1
+        return count_images(prompt.get("content"))
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return 0
+    return sum(count_images(item) for item in prompt)
+
+
+def replace_images(messages: Sequence[Message], urls: Sequence[str]) -> list[Message]:
+    """The messages with the n-th image reference replaced by `urls[n]`; the given ones are not changed."""
+    following = iter(urls)
+
+    def replaced(part: Part) -> Part:
+        if part.get("type") != "image_url":
+            return part
+        return {**part, "image_url": {**part["image_url"], "url": next(following)}}
+
+    return [
+        {**message, "content": [replaced(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
