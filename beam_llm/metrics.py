@@ -1,0 +1,88 @@
+"""Every Beam counter: its name, its unit, and what an outcome adds to it.
+
+Beam drops counts made on any thread but a bundle's own, so everything here is called from the DoFn, with numbers that
+the outcome carries.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from apache_beam.metrics import Metrics
+
+from beam_llm.records import Completion, Outcome
+
+NAMESPACE = "beam_llm"
+
+ROWS = "rows"
+"""Rows read, failed ones included."""
+COMPLETED = "completed"
+"""Requests answered, from the server or the store."""
+VALID = "valid"
+"""Requests that could be sent, when nothing was to be sent (`--validate_only`)."""
+FAILED = "failed"
+"""Requests that got no answer; `failed_<kind>` splits them."""
+REQUESTS = "requests_sent"
+"""Requests sent, retries included."""
+RETRIES = "retries"
+"""Requests sent again; `retries_<kind>` splits them by the failure that came before."""
+FROM_STORE = "from_store"
+"""Answers found in the response store."""
+PROMPT_TOKENS = "prompt_tokens"
+"""Tokens of the prompts of answered requests, as the server counted them."""
+COMPLETION_TOKENS = "completion_tokens"
+"""Tokens of the answers, as the server counted them."""
+NO_USAGE = "answers_without_usage"
+"""Answers whose server sent no token counts."""
+FINISH = "finish"
+"""`finish_<reason>`: answers by finish reason."""
+LATENCY_MS = "latency_ms"
+"""Distribution: milliseconds of the try that answered."""
+REQUEST_BYTES = "request_bytes"
+"""Bytes of the bodies posted, retries included."""
+
+
+@lru_cache(maxsize=512)
+def _counter(name: str) -> Any:
+    return Metrics.counter(NAMESPACE, name)
+
+
+@lru_cache(maxsize=16)
+def _distribution(name: str) -> Any:
+    return Metrics.distribution(NAMESPACE, name)
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Adds to one of the counters above."""
+    if amount:
+        _counter(name).inc(amount)
+
+
+def record(outcome: Outcome) -> None:
+    """Counts one outcome, and everything that went before it."""
+    count(REQUESTS, outcome.attempts)
+    count(REQUEST_BYTES, outcome.attempts * outcome.request_bytes)
+    for kind in outcome.retried:
+        count(RETRIES)
+        count(f"{RETRIES}_{kind}")
+    if not isinstance(outcome, Completion):
+        count(FAILED)
+        count(f"{FAILED}_{outcome.kind}")
+        return
+    count(COMPLETED)
+    count(f"{FINISH}_{outcome.finish_reason or 'none'}")
+    if outcome.source == "store":
+        count(FROM_STORE)
+        return
+    _distribution(LATENCY_MS).update(int(outcome.latency_ms))
+    _record_usage(outcome.usage)
+
+
+def _record_usage(usage: dict[str, Any]) -> None:
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if not isinstance(prompt, int) and not isinstance(completion, int):
+        count(NO_USAGE)
+    for name, tokens in ((PROMPT_TOKENS, prompt), (COMPLETION_TOKENS, completion)):
+        if isinstance(tokens, int):
+            count(name, tokens)

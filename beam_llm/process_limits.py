@@ -1,0 +1,30 @@
+"""The operating system's limits on a worker process: open files."""
+
+from __future__ import annotations
+
+from beam_llm.errors import ConfigError
+
+_OTHER_FILES = 128
+"""Descriptors besides the connections: Beam's channels, input and output files, pictures being read."""
+
+
+def allow_connections(count: int) -> None:
+    """Raises this process's limit of open files as far as `count` connections need.
+
+    Raises:
+        ConfigError: The hard limit does not allow it; names the limit and the way out.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    needed = count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"max_in_flight={count} needs {needed} open files, but the hard limit of this process is {hard}: "
+            f"raise it (ulimit -Hn), or set max_in_flight to {max(1, hard - _OTHER_FILES)} or less"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))

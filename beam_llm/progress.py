@@ -1,0 +1,131 @@
+"""Live progress of a run: workers send snapshots over loopback UDP, the command line draws them.
+
+Beam's local runner shows no metrics before a run has ended, so this goes around it. A lost datagram is no matter: the
+next one carries the same totals.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass, fields
+
+import orjson
+
+ADDRESS_ENV = "BEAM_LLM_PROGRESS"
+"""Names the `host:port` that snapshots go to; set by the command line, inherited by the worker processes."""
+
+_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one worker process has done so far. Shown, never relied on: the records and metrics are the truth."""
+
+    rows: int = 0
+    bytes_read: int = 0
+    sent: int = 0
+    open: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Adds another process's counts to these."""
+        for name in (f.name for f in fields(Counts)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def finished(self) -> int:
+        """Rows with an outcome."""
+        return self.completed + self.failed
+
+
+COUNTS = Counts()
+"""This process's counts."""
+
+_START = threading.Lock()
+_reporting = False
+
+
+def report_progress() -> None:
+    """Starts this process's sender, once, if the command line asked for it."""
+    global _reporting
+    address = os.environ.get(ADDRESS_ENV)
+    with _START:
+        if _reporting or not address:
+            return
+        _reporting = True
+    host, _, port = address.rpartition(":")
+    threading.Thread(target=_send_snapshots, args=(host, int(port)), name="beam_llm-progress", daemon=True).start()
+
+
+def _send_snapshots(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, suppress(OSError):  # the command line is gone
+        while True:
+            udp.sendto(orjson.dumps([os.getpid(), *astuple(COUNTS)]), (host, port))
+            time.sleep(_INTERVAL_S)
+
+
+def report_stop(reason: str) -> bool:
+    """Tells the command line that the run cannot succeed; it then ends the run, this process included.
+
+    Returns:
+        Whether there is a command line to tell.
+    """
+    address = os.environ.get(ADDRESS_ENV)
+    if not address:
+        return False
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, suppress(OSError):
+        udp.sendto(orjson.dumps({"stop": reason[:2000]}), (host, int(port)))
+    return True
+
+
+class ProgressReceiver:
+    """The command line's end: keeps the newest snapshot of each process. A context manager.
+
+    Args:
+        on_stop: Called, on another thread, with the reason of a worker that finds the run doomed.
+    """
+
+    def __init__(self, on_stop: Callable[[str], None] = lambda reason: None) -> None:
+        self._on_stop = on_stop
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.bind(("127.0.0.1", 0))
+        self._newest: dict[int, Counts] = {}
+        self._thread = threading.Thread(target=self._receive, name="beam_llm-progress-receiver", daemon=True)
+
+    def __enter__(self) -> ProgressReceiver:
+        host, port = self._udp.getsockname()
+        os.environ[ADDRESS_ENV] = f"{host}:{port}"
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(ADDRESS_ENV, None)
+        self._udp.close()
+
+    def totals(self) -> Counts:
+        """The sum over all worker processes heard of."""
+        total = Counts()
+        for counts in list(self._newest.values()):
+            total.add(counts)
+        return total
+
+    def _receive(self) -> None:
+        with suppress(OSError):  # the socket was closed: the run is over
+            while True:
+                self._take(self._udp.recv(4096))
+
+    def _take(self, datagram: bytes) -> None:
+        with suppress(ValueError, TypeError, KeyError):  # not one of ours
+            message = orjson.loads(datagram)
+            if isinstance(message, dict):
+                self._on_stop(str(message["stop"]))
+            else:
+                process, *counts = message
+                self._newest[process] = Counts(*counts)
