@@ -1,0 +1,215 @@
+"""ChatCompletion: the PTransform that other pipelines compose, and EncodeImages, its middle step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import apache_beam as beam
+from apache_beam.pvalue import TaggedOutput
+from apache_beam.transforms.window import FixedWindows, GlobalWindows, Sessions
+
+from beam_llm import metrics
+from beam_llm.body import BodyBuilder, PreparedRequest
+from beam_llm.config import ChatConfig
+from beam_llm.dofn import FAILED_TAG, ChatCompletionDoFn, Windowed, count_outcome
+from beam_llm.errors import ErrorKind
+from beam_llm.messages import count_images
+from beam_llm.progress import COUNTS
+from beam_llm.records import ChatRequest, Completion, FailedRequest
+
+_IMAGE_WEIGHT = 8
+"""What a picture counts in a batch, in rows: a batch's encoded pictures are in memory at the same time."""
+
+_IMAGE_THREADS = 16
+"""Pictures loaded side by side within a batch: hides a bucket's 50 ms an object at some 300 objects/s."""
+
+_ONE_WINDOW = (GlobalWindows, FixedWindows, Sessions)
+"""Window functions that put an element into one window only."""
+
+Prepared = PreparedRequest | FailedRequest
+
+
+class ChatResults(NamedTuple):
+    """The two outputs of `ChatCompletion`; together they hold one record for each request."""
+
+    completed: beam.PCollection[Completion]
+    failed: beam.PCollection[FailedRequest]
+
+
+class ChatCompletion(beam.PTransform):
+    """Asks an OpenAI-compatible endpoint each request of a PCollection.
+
+    Input: `ChatRequest`; `FailedRequest`, which goes straight to `failed`; or anything else, with `to_request`.
+    Output: `ChatResults(completed, failed)`, one record for each element, with its own timestamp and windows.
+    Delivery: a request may be sent more than once when the runner replays a bundle. Order: none.
+
+    Args:
+        config: Where, what and how much at once.
+        to_request: Makes a `ChatRequest` of an element. None: the elements are requests already. An element for which
+            it raises becomes a `FailedRequest` of kind `bad_input` with the element as its context.
+
+    Example:
+        results = rows | ChatCompletion(ChatConfig(base_urls=("http://localhost:8000/v1",), model="m"), make_request)
+        results.completed | beam.Map(lambda completion: (completion.custom_id, completion.answer))
+    """
+
+    def __init__(self, config: ChatConfig, to_request: Callable[[Any], ChatRequest] | None = None) -> None:
+        super().__init__()
+        self._config = config
+        self._to_request = to_request
+
+    def expand(self, requests: beam.PCollection[Any]) -> ChatResults:
+        """Captures each element's window, batches, encodes, sends: steps that runners fuse into one stage."""
+        sent = _prepare(requests, self._config, self._to_request) | "SendRequests" >> beam.ParDo(
+            ChatCompletionDoFn(self._config)
+        ).with_outputs(FAILED_TAG, main="completed")
+        return ChatResults(sent.completed, sent[FAILED_TAG])
+
+
+class ValidateRequests(beam.PTransform):
+    """`ChatCompletion` without sending: everything is built and encoded, what cannot be sent is in `failed`.
+
+    Output: `ChatResults` whose `completed` is empty; requests that could be sent are counted as `valid`.
+
+    Args:
+        config, to_request: As for `ChatCompletion`.
+    """
+
+    def __init__(self, config: ChatConfig, to_request: Callable[[Any], ChatRequest] | None = None) -> None:
+        super().__init__()
+        self._config = config
+        self._to_request = to_request
+
+    def expand(self, requests: beam.PCollection[Any]) -> ChatResults:
+        """The steps of `ChatCompletion` up to the sending."""
+        checked = _prepare(requests, self._config, self._to_request) | "CountValid" >> beam.ParDo(
+            _CountValid()
+        ).with_outputs(FAILED_TAG, main="completed")
+        return ChatResults(checked.completed, checked[FAILED_TAG])
+
+
+def _prepare(
+    requests: beam.PCollection[Any], config: ChatConfig, to_request: Callable[[Any], ChatRequest] | None
+) -> beam.PCollection[list[Windowed]]:
+    return (
+        requests
+        | "CaptureWindows" >> beam.ParDo(_CaptureWindows(to_request))
+        | "BatchRequests" >> _batching(requests, config.batch_size)
+        | "EncodeImages" >> beam.Map(EncodeImages(config))
+    )
+
+
+class _CountValid(beam.DoFn):
+    def process(self, batch: list[Windowed]) -> Iterator[Any]:
+        """Counts what can be sent; yields the failures."""
+        for value, wv in batch:
+            if isinstance(value, FailedRequest):
+                count_outcome(value)
+                yield TaggedOutput(FAILED_TAG, wv.with_value(value))
+            else:
+                COUNTS.completed += 1
+                metrics.count(metrics.VALID)
+
+
+class EncodeImages:
+    """A function for `beam.Map`: a batch of requests -> the batch with bodies built and images encoded to base64.
+
+    Pictures of a batch are loaded and encoded side by side. A request that cannot be sent becomes a `FailedRequest`.
+
+    Args:
+        config: As for `ChatCompletionDoFn`.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._config = config
+        self._builder: BodyBuilder | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_builder": None, "_pool": None}
+
+    def __call__(self, batch: list[Any]) -> list[Any]:
+        """The batch, in order; items may be requests, failures, or either in a `Windowed`."""
+        if self._builder is None:
+            self._builder = BodyBuilder(self._config)
+        requests = [item.value if isinstance(item, Windowed) else item for item in batch]
+        prepared = list(self._prepare(self._builder, requests))
+        return [
+            Windowed(done, item.wv) if isinstance(item, Windowed) else done
+            for item, done in zip(batch, prepared, strict=True)
+        ]
+
+    def _prepare(self, builder: BodyBuilder, requests: list[Any]) -> Iterator[Prepared]:
+        drafts = [r if isinstance(r, FailedRequest) else builder.draft(r) for r in requests]
+        waiting = {}
+        for i, draft in enumerate(drafts):
+            if not isinstance(draft, FailedRequest) and draft.references:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
+                waiting[i] = self._pool.submit(builder.finish, draft)
+        for i, draft in enumerate(drafts):
+            if isinstance(draft, FailedRequest):
+                yield draft
+            else:
+                yield waiting.pop(i).result() if i in waiting else builder.finish(draft)
+
+
+class _CaptureWindows(beam.DoFn):
+    """Element -> `Windowed` request: BatchElements forgets timestamps, windows and panes."""
+
+    def __init__(self, to_request: Callable[[Any], ChatRequest] | None) -> None:
+        self._to_request = to_request
+
+    def process(self, element: Any, wv: Any = beam.DoFn.WindowedValueParam) -> Iterator[Windowed]:
+        """Yields the element's request, or its failure, together with the element's windowed value."""
+        yield Windowed(self._request(element), wv.with_value(None))
+
+    def _request(self, element: Any) -> ChatRequest | FailedRequest:
+        if self._to_request is not None and not isinstance(element, FailedRequest):
+            try:
+                element = self._to_request(element)
+            except Exception as error:
+                # The user's function may raise anything for a row that it cannot read; the others go on.
+                return FailedRequest(
+                    custom_id=str(element.get("custom_id") or "") if isinstance(element, Mapping) else "",
+                    kind=ErrorKind.BAD_INPUT,
+                    message=f"to_request raised {type(error).__name__}: {error}",
+                    context=element,
+                )
+        if not isinstance(element, (ChatRequest, FailedRequest)):
+            raise TypeError(
+                f"ChatCompletion takes ChatRequest, got {type(element).__name__}: pass to_request=, a function that "
+                "makes a ChatRequest of your element"
+            )
+        return element
+
+
+def _batching(requests: beam.PCollection[Any], size: int) -> beam.PTransform:
+    """Lists of a fixed size; lists of one where an element may be in several windows.
+
+    BatchElements would learn its size from how long the next step takes, which says nothing about an asynchronous one;
+    and it takes an element once for each of its windows, which would ask, and pay, each time.
+    """
+    if isinstance(requests.windowing.windowfn, _ONE_WINDOW):
+        return beam.BatchElements(
+            min_batch_size=size, max_batch_size=size, element_size_fn=_Weight(size), record_metrics=False
+        )
+    return beam.Map(_alone)
+
+
+def _alone(item: Windowed) -> list[Windowed]:
+    return [item]
+
+
+class _Weight:
+    """What a request counts in a batch: 1, and `_IMAGE_WEIGHT` for each picture; never more than a whole batch."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __call__(self, item: Windowed) -> int:
+        if isinstance(item.value, FailedRequest):
+            return 1
+        return min(self._most, 1 + _IMAGE_WEIGHT * count_images(item.value.body.get("messages")))
