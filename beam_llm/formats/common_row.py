@@ -1,0 +1,62 @@
+"""What the JSON formats share: a line to an object, its id, where an outcome came from, data URLs kept out of files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from beam_llm.errors import RequestError
+from beam_llm.jsontext import loads
+from beam_llm.records import Completion, Origin, Outcome
+
+_LONGEST_KEPT = 200
+"""Characters of a data URL that may stand in an output; longer ones are pictures."""
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        RequestError: Not UTF-8, not JSON, or not an object; says where and what.
+    """
+    try:
+        row = loads(line)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the line is not UTF-8: byte {line[error.start]:#04x} at position {error.start}") from error
+    except ValueError as error:
+        raise RequestError(f"the line is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RequestError(f"the line is not a JSON object but {type(row).__name__}: {str(row)[:80]}")
+    return row
+
+
+def custom_id_of(row: dict[str, Any], origin: Origin) -> str:
+    """The row's own `custom_id`, numbers as text; else `<file>:<offset>`, which is the same in every run."""
+    custom_id = row.get("custom_id")
+    if isinstance(custom_id, str) and custom_id:
+        return custom_id
+    return str(custom_id) if isinstance(custom_id, int) else str(origin)
+
+
+def source_of(outcome: Outcome) -> str:
+    """`server`, `store`, or `client` for a request that was never sent."""
+    if isinstance(outcome, Completion):
+        return outcome.source
+    return "server" if outcome.attempts else "client"
+
+
+def without_data_urls(value: Any) -> Any:
+    """The value with the data of long data URLs cut off: pictures are not repeated in the output."""
+    if isinstance(value, str):
+        if len(value) > _LONGEST_KEPT and value.startswith("data:"):
+            return f"{value[: value.find(',', 0, 100) + 1]}… ({len(value)} characters)"
+        return value
+    if isinstance(value, dict):
+        return {key: without_data_urls(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_data_urls(item) for item in value]
+    return value
+
+
+def as_text(line: bytes) -> str:
+    """A line that could not be read, safe for a JSON file: at most 2 KB, bad bytes as `\\xNN`."""
+    return line[:2048].decode("utf-8", "backslashreplace")

@@ -1,0 +1,120 @@
+"""What a local run needs around Beam's FnApiRunner: workers that can import us, and an end when one of them dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from beam_llm.errors import BeamLLMError, RunStoppedError
+
+_WORKER_THREAD = "run_worker"
+"""Name of the thread in which Beam waits for a worker process (local_job_service.py, SubprocessSdkWorker)."""
+
+
+_HARMLESS = (
+    "No semi_persistent_directory found",
+    "Discarding unparseable args",
+    "existing files in target path",
+    "No shards found to finalize",
+)
+"""What Beam's local workers warn of in every run, and nobody can or need do anything about."""
+
+_OWN_ERROR = re.compile(r"^beam_llm\.[\w.]*Error: (.+?)(?: \[while running .*\])?$", re.MULTILINE)
+"""An error of ours in a traceback that came from a worker, without what Beam adds to it."""
+
+_LOG_MESSAGE = re.compile(r'message: "((?:[^"\\]|\\.)*)"')
+
+
+class WorkerDiedError(BeamLLMError):
+    """A local worker process ended before its work was done."""
+
+
+def let_workers_import_us() -> None:
+    """Puts the project's folder on the PYTHONPATH of processes started from here: workers see only that and the cwd."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+
+
+def shorten_worker_logs() -> None:
+    """Makes readable lines of what local workers log: Beam prints their log entries as protobuf text.
+
+    An error of ours that ends the run is told in one line by the command, not in Beam's six nested tracebacks as well.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_shorten)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    if found := _LOG_MESSAGE.search(text):
+        text = found[1].replace("\\n", "\n").replace('\\"', '"').replace("\\'", "'")
+        record.msg, record.args = text, ()
+    if record.exc_info and record.exc_info[1] is not None:
+        text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
+    return not (any(phrase in text for phrase in _HARMLESS) or _OWN_ERROR.search(text))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a run failed, in one line: our own error out of a worker's traceback, else its last line."""
+    text = f"beam_llm.Error: {error}" if isinstance(error, BeamLLMError) else str(error)
+    if ours := _OWN_ERROR.search(text):
+        return ours[1]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+class MainThreadStop:
+    """Ends a run from any thread by raising in the main thread, which waits inside Beam. A context manager.
+
+    Beam 2.77 itself would tell of a worker's error only when the partitions before it have ended, and of a worker that
+    died never: its waiting thread raises "Worker subprocess exited with return code …", and nobody listens. A signal
+    is what wakes a main thread that is blocked in a lock; where threads get no signals (Windows), or outside the main
+    thread, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._error: BeamLLMError | None = None
+        self._able = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> MainThreadStop:
+        if self._able:
+            self._previous_handler = signal.signal(signal.SIGUSR1, self._raise)
+            self._previous_hook = threading.excepthook
+            threading.excepthook = self._watch_thread
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._able:
+            threading.excepthook = self._previous_hook
+            signal.signal(signal.SIGUSR1, self._previous_handler)
+
+    def stop(self, error: BeamLLMError) -> None:
+        """Raises the error in the main thread; the first one counts."""
+        if self._able and self._error is None:
+            self._error = error
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def stop_run(self, reason: str) -> None:
+        """Raises RunStoppedError in the main thread."""
+        self.stop(RunStoppedError(reason))
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _watch_thread(self, args: threading.ExceptHookArgs) -> None:
+        if args.thread is None or _WORKER_THREAD not in args.thread.name:
+            self._previous_hook(args)
+        elif self._error is None:
+            self.stop(
+                WorkerDiedError(
+                    f"a worker process died ({args.exc_value}): out of memory, or killed; run the same command again"
+                )
+            )

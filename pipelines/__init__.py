@@ -1,0 +1,1 @@
+"""Pipelines to run: `python -m pipelines.run`."""
