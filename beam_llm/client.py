@@ -15,7 +15,7 @@ from yarl import URL
 from beam_llm.body import Body, BodyBuilder, PreparedRequest
 from beam_llm.classify import classify_response
 from beam_llm.config import ChatConfig
-from beam_llm.connection import OneShotPayload, open_session
+from beam_llm.connection import OneShotPayload, Proxy, open_session, proxy_for
 from beam_llm.endpoints import Endpoint, EndpointPool
 from beam_llm.errors import ErrorKind, Verdict, classify_exception
 from beam_llm.limits import InFlightLimit, RateLimit
@@ -93,7 +93,7 @@ class ChatClient:
         self._rate = RateLimit(config.requests_per_minute)
         self._endpoints = EndpointPool(config.base_urls)
         self._builder = BodyBuilder(config)
-        self._urls: dict[str, URL] = {}
+        self._targets: dict[str, tuple[URL, Proxy]] = {}
         self._session = open_session(
             max_connections=config.max_in_flight,
             connect_timeout_s=config.connect_timeout_s,
@@ -143,16 +143,19 @@ class ChatClient:
         course.attempts += 1
         body = OneShotPayload(course.body, on_written=lambda: course.weigh(0))
         path = course.prepared.request.path
+        url, proxy = self._target(endpoint, path)
         started_s = self._clock()
         timeout = self._timeout(course, started_s)
         self._observer.started()
         try:
             async with self._session.post(
-                self._url(endpoint, path),
+                url,
                 data=body,
                 headers=_HEADERS,
                 allow_redirects=False,
                 timeout=timeout,
+                proxy=proxy.url,
+                proxy_auth=proxy.auth,
             ) as response:
                 raw = await response.read()
                 verdict, answer = classify_response(
@@ -168,11 +171,12 @@ class ChatClient:
         attempt.latency_ms = (self._clock() - started_s) * 1000
         return attempt
 
-    def _url(self, endpoint: Endpoint, path: str) -> URL:
+    def _target(self, endpoint: Endpoint, path: str) -> tuple[URL, Proxy]:
         text = endpoint.url(path)
-        if text not in self._urls:
-            self._urls[text] = URL(text)
-        return self._urls[text]
+        if text not in self._targets:
+            url = URL(text)
+            self._targets[text] = url, proxy_for(url)
+        return self._targets[text]
 
     def _timeout(self, course: _Course, now_s: float) -> aiohttp.ClientTimeout:
         timeout = self._session.timeout

@@ -28,6 +28,9 @@ from beam_llm.retry import RetryPolicy
 from beam_llm.sampling import Dialect, SamplingParams
 
 LOCAL_RUNNERS = ("DirectRunner", "SwitchingDirectRunner")
+SIMULATED = "simulated"
+"""The base URL that starts the simulator; its script may follow as a query."""
+
 _BASE_URL_ENV = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
 _MAX_LOCAL_WORKERS = 8
 
@@ -67,6 +70,10 @@ def _object(text: str) -> dict[str, Any]:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _urls(text: str) -> list[str]:
+    return [text] if text.startswith(SIMULATED) else _names(text)  # the simulator's script has commas of its own
 
 
 class ChatOptions(argparse.Namespace):
@@ -182,7 +189,7 @@ def _add_rows(add: Callable[..., Any]) -> None:
 def _add_endpoint(add: Callable[..., Any]) -> None:
     add(
         "--base_url",
-        type=_names,
+        type=_urls,
         metavar="URL[,URL]",
         help="endpoints; default: $OPENAI_BASE_URL, $OPENAI_API_BASE; `simulated` starts the simulator",
     )

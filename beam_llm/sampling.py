@@ -159,7 +159,7 @@ def merge_fields(defaults: Mapping[str, Any], body: Mapping[str, Any], dialect: 
     own = dict(body)
     if isinstance(extra := own.pop("extra_body", None), Mapping):
         own.update(extra)
-    if own.get("stream"):
+    if own.get("stream", defaults.get("stream")):
         raise RequestError("body.stream=true: answers are read whole; leave `stream` out")
     if dialect in _READ_AS_TEMPLATE_VARIABLE and (thinking := own.pop("enable_thinking", None)) is not None:
         own["chat_template_kwargs"] = {"enable_thinking": thinking, **(own.get("chat_template_kwargs") or {})}

@@ -22,16 +22,13 @@ from beam_llm.errors import BeamLLMError, ConfigError
 from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, detect_format
 from beam_llm.lines import InputError, match_files
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
-from beam_llm.options import ChatOptions, base_urls, chat_config, parse_flags, row_columns, settle_runner
+from beam_llm.options import SIMULATED, ChatOptions, base_urls, chat_config, parse_flags, row_columns, settle_runner
 from beam_llm.process_limits import allow_connections
 from beam_llm.progress import ProgressReceiver
 from beam_llm.progress_bar import ProgressBar
 from beam_llm.simulator import Script, SimulatorProcess
 from beam_llm.summary import EXIT_FAILED, EXIT_USAGE, Summary, summarise
 from beam_llm.transforms import ChatCompletion, ValidateRequests
-
-_SIMULATED = "simulated"
-_SIMULATED_MODEL = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +94,9 @@ def _endpoints(chat: ChatOptions, stack: ExitStack) -> tuple[str, ...]:
     if chat.validate_only and not chat.base_url:
         return ("http://localhost/v1",)
     urls = base_urls(chat)
-    if not any(url.split("?")[0] == _SIMULATED for url in urls):
+    if not urls[0].startswith(SIMULATED):
         return urls
-    if len(urls) > 1:
-        raise ConfigError(f"base_url={','.join(urls)}: `{_SIMULATED}` stands alone")
-    chat.model = chat.model or _SIMULATED_MODEL
+    chat.model = chat.model or SIMULATED
     simulator = stack.enter_context(SimulatorProcess(Script.from_query(urls[0].partition("?")[2])))
     return (simulator.base_url,)
 
