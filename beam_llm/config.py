@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 from beam_llm.endpoints import check_base_url
 from beam_llm.errors import ConfigError
+from beam_llm.fingerprint import canonical_json
 from beam_llm.images import ImagePolicy
 from beam_llm.retry import RetryPolicy
 from beam_llm.sampling import Dialect, SamplingParams, check_dialect
@@ -80,7 +80,7 @@ class ChatConfig:
 
     def key(self) -> str:
         """The same for equal configs, in every process: what a process's driver is shared by."""
-        return blake2b(pickle.dumps(self, protocol=4), digest_size=16).hexdigest()
+        return blake2b(canonical_json(asdict(self)), digest_size=16).hexdigest()
 
 
 def _dialect(value: str) -> Dialect:

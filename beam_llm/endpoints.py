@@ -8,6 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 from beam_llm.errors import ConfigError
 
 _VERSION = "/v1"
+_EXPECTED = "base_url must be an http(s) URL such as http://localhost:8000/v1"
 
 
 def check_base_url(base_url: str) -> str:
@@ -17,12 +18,16 @@ def check_base_url(base_url: str) -> str:
         ConfigError: Not an http(s) URL with a host, or one with a user and password, which must not stand in options.
     """
     url = base_url.strip()
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:  # `[` without `]`, a port that is no number
+        raise ConfigError(f"{_EXPECTED}, got {url!r} ({error})") from None
     if "@" in parts.netloc:
         shown = urlunsplit(parts._replace(netloc="…@" + parts.netloc.rpartition("@")[2]))
         raise ConfigError(f"base_url must not carry a user or password, got {shown}; give the key by api_key_env")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"base_url must be an http(s) URL such as http://localhost:8000/v1, got {url!r}")
+        raise ConfigError(f"{_EXPECTED}, got {url!r}")
     return url
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import orjson
+
+_DEEPEST = 200
+"""orjson writes 254 levels, and a result line puts a few around what was read."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -33,13 +37,28 @@ def loads(raw: bytes) -> Any:
         ValueError: Not JSON, or not UTF-8.
     """
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError:
         text = raw.removeprefix(_BOM).decode("utf-8")
         try:
-            return _whole_characters(json.loads(text, parse_constant=lambda name: None))
+            value = _whole_characters(json.loads(text, parse_constant=lambda name: None, parse_float=_finite_float))
         except RecursionError:
             raise ValueError("nested too deeply") from None
+    if raw.count(b"[") + raw.count(b"{") >= _DEEPEST and _is_too_deep(value):
+        raise ValueError(f"nested too deeply: {_DEEPEST} levels or more")
+    return value
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        lists = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [child for children in lists for child in children]
+    return bool(level)
+
+
+def _finite_float(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
 
 
 def _whole_characters(value: Any) -> Any:

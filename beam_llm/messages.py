@@ -20,6 +20,10 @@ _IN_MEMORY = (bytes, bytearray, memoryview, Image.Image, os.PathLike)
 """What can only be a picture when it stands where a part is expected."""
 
 
+_REFERENCE_FIELDS = ("image_url", "value", "image", "url")
+_IMAGE_FIELDS = (*_REFERENCE_FIELDS, "type", "detail")
+
+
 def to_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """OpenAI messages of any accepted form, parts in their order, images still as references.
 
@@ -87,9 +91,7 @@ def _part(item: Any, where: str) -> Part:
 
 
 def _typed_image_part(item: Mapping[str, Any], where: str) -> Part:
-    reference = next(
-        (item[name] for name in ("image_url", "value", "image", "url") if item.get(name) is not None), None
-    )
+    reference = next((item[name] for name in _REFERENCE_FIELDS if item.get(name) is not None), None)
     options: dict[str, Any] = {}
     if isinstance(reference, Mapping) and "url" in reference:
         options = {name: value for name, value in reference.items() if name != "url"}
@@ -98,7 +100,8 @@ def _typed_image_part(item: Mapping[str, Any], where: str) -> Part:
         options["detail"] = detail
     if reference is None or reference == "":
         raise RequestError(f"{where}: an image part names no image (expected a path, a URL, bytes or a PIL image)")
-    return _image_part(reference, options)
+    kept = {name: value for name, value in item.items() if name not in _IMAGE_FIELDS}
+    return {**kept, **_image_part(reference, options)}
 
 
 def _image_part(reference: Any, options: Mapping[str, Any] | None = None) -> Part:

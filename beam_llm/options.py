@@ -347,8 +347,8 @@ def settle_runner(options: PipelineOptions) -> int | None:
     Raises:
         ConfigError: A runner that loses elements, or a number of workers below 1.
     """
-    runner = options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0]
-    if runner.rpartition(".")[2] == "DaskRunner":
+    runner = _runner_name(options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0])
+    if runner == "DaskRunner":
         raise ConfigError("runner=DaskRunner: Beam's Dask runner loses elements of tagged outputs; use DirectRunner")
     if runner not in LOCAL_RUNNERS:
         return None
@@ -363,3 +363,10 @@ def settle_runner(options: PipelineOptions) -> int | None:
     direct.direct_num_workers = workers
     direct.direct_running_mode = "multi_processing" if workers > 1 else "in_memory"
     return workers
+
+
+def _runner_name(given: str) -> str:
+    """The class of a runner: Beam takes its name in any case, with or without "runner", or with its module."""
+    short = given.rpartition(".")[2].lower().removesuffix("runner")
+    named = (name for name in (*LOCAL_RUNNERS, "DaskRunner") if name.lower() == f"{short}runner")
+    return next(named, given)

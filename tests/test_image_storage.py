@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from apache_beam.io.filesystem import FileSystem
 from apache_beam.io.localfilesystem import LocalFileSystem
-from google.cloud import storage
 
 from beam_llm import image_storage
 from beam_llm.errors import RequestError
@@ -124,6 +123,7 @@ def test_root_may_be_a_storage_prefix(flaky: str) -> None:
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
+    storage = pytest.importorskip("google.cloud.storage")
     with gcs_server("pictures"):
         image_storage._cloud_storage.cache_clear()
         storage.Client(project="p").bucket("pictures").blob("a b/cat%20#1.jpg").upload_from_string(PICTURE)

@@ -81,8 +81,8 @@ def _messages(row: Mapping[str, Any], columns: RowColumns) -> Any:
     if columns.messages_column is not None:
         return _value(row, columns.messages_column)
     if columns.prompt is not None:
-        values = {name: _as_text(_value(row, name)) for name in columns.template_columns()}
-        text = columns.prompt.format_map(values)
+        pieces = string.Formatter().parse(columns.prompt)
+        text = "".join(said + ("" if name is None else _as_text(_value(row, name))) for said, name, _, _ in pieces)
     elif row.get(_MESSAGES) is not None:
         return row[_MESSAGES]
     else:
@@ -125,11 +125,20 @@ def write_outcome(outcome: Outcome) -> bytes:
         **(_answer(outcome) if isinstance(outcome, Completion) else _error(outcome)),
     }
     kept = {
-        (f"input_{name}" if name in ours and name != "custom_id" else name): value
+        _free_name(name, ours, row): value
         for name, value in row.items()
         if value is not None or isinstance(outcome.context, dict)
     }
     return dumps({**kept, **ours})
+
+
+def _free_name(name: str, ours: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    if name not in ours or name == "custom_id":
+        return name
+    name = f"input_{name}"
+    while name in row:
+        name = f"input_{name}"
+    return name
 
 
 def _answer(completion: Completion) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""When a run is doomed, and when it only looks so."""
+
+from __future__ import annotations
+
+import pytest
+
+from beam_llm.errors import ErrorKind, Verdict
+from beam_llm.stopping import CONNECT_GRACE_S, EVIDENCE, OUTAGE_S, StopRule
+
+ANSWER = Verdict(None, retryable=False, message="answered")
+BAD_KEY = Verdict(ErrorKind.AUTHENTICATION, retryable=False, message="Incorrect API key", stops_run=True)
+NO_CONNECTION = Verdict(ErrorKind.CONNECT, retryable=True, message="refused", shrinks=True)
+BAD_ROW = Verdict(ErrorKind.INVALID_REQUEST, retryable=False, message="bad row")
+RATE_LIMIT = Verdict(ErrorKind.RATE_LIMIT, retryable=True, message="slow down")
+TIMEOUT = Verdict(ErrorKind.TIMEOUT, retryable=True, message="too slow")
+LOST = Verdict(ErrorKind.DISCONNECTED, retryable=True, message="gone")
+
+
+def observe(rule: StopRule, verdict: Verdict, times: int, now_s: float = 0.0) -> str | None:
+    for _ in range(times):
+        rule.observe(verdict, now_s)
+    return rule.reason
+
+
+def test_nothing_but_refusals_stop_the_run_and_say_why() -> None:
+    rule = StopRule()
+    assert observe(rule, BAD_KEY, EVIDENCE - 1) is None
+    reason = rule.observe(BAD_KEY, 0.0)
+    assert reason == f"{EVIDENCE} requests in a row were refused (authentication): Incorrect API key"
+    assert rule.reason == reason
+
+
+@pytest.mark.parametrize("between", [ANSWER, BAD_ROW, RATE_LIMIT, TIMEOUT, LOST])
+def test_whatever_shows_a_working_endpoint_starts_the_count_anew(between: Verdict) -> None:
+    rule = StopRule()
+    for _ in range(5):
+        assert observe(rule, BAD_KEY, EVIDENCE - 1) is None
+        assert rule.observe(between, 0.0) is None
+    assert observe(rule, BAD_KEY, EVIDENCE) is not None
+
+
+def test_a_small_share_of_refusals_never_stops_a_run() -> None:
+    rule = StopRule()
+    for n in range(5000):
+        assert rule.observe(BAD_KEY if n % 3 else ANSWER, 0.0) is None
+
+
+def test_refusals_stop_a_run_that_was_answered_before() -> None:
+    rule = StopRule()
+    observe(rule, ANSWER, 100)
+    assert observe(rule, BAD_KEY, EVIDENCE) is not None  # a key withdrawn, or a quota gone, in the middle of a run
+
+
+@pytest.mark.parametrize("verdict", [BAD_ROW, RATE_LIMIT, TIMEOUT, LOST])
+def test_failures_of_rows_never_stop_a_run(verdict: Verdict) -> None:
+    assert observe(StopRule(), verdict, 1000, now_s=10 * OUTAGE_S) is None
+
+
+@pytest.mark.parametrize(("answered", "patience_s"), [(False, CONNECT_GRACE_S), (True, OUTAGE_S)])
+def test_an_endpoint_out_of_reach_stops_the_run_after_its_time(answered: bool, patience_s: float) -> None:
+    rule = StopRule()
+    if answered:
+        rule.observe(ANSWER, 100.0)
+    assert observe(rule, NO_CONNECTION, 10 * EVIDENCE, now_s=100.0) is None
+    assert rule.observe(NO_CONNECTION, 100.0 + patience_s - 0.1) is None
+    reason = rule.observe(NO_CONNECTION, 100.0 + patience_s)
+    assert reason == f"no connection for {patience_s:.0f} s ({10 * EVIDENCE + 2} tries): refused"
+
+
+def test_few_tries_over_a_long_time_are_no_evidence() -> None:
+    rule = StopRule()
+    for n in range(EVIDENCE - 1):
+        assert rule.observe(NO_CONNECTION, n * CONNECT_GRACE_S) is None
+    assert rule.observe(NO_CONNECTION, EVIDENCE * CONNECT_GRACE_S) is not None
+
+
+@pytest.mark.parametrize("sign_of_life", [ANSWER, BAD_ROW, RATE_LIMIT])
+def test_a_sign_of_life_ends_an_outage(sign_of_life: Verdict) -> None:
+    rule = StopRule()
+    observe(rule, NO_CONNECTION, EVIDENCE, now_s=0.0)
+    rule.observe(sign_of_life, CONNECT_GRACE_S - 1)
+    assert observe(rule, NO_CONNECTION, EVIDENCE, now_s=CONNECT_GRACE_S) is None
+    assert observe(rule, NO_CONNECTION, 1, now_s=CONNECT_GRACE_S + OUTAGE_S) is not None
+
+
+def test_tries_before_a_sign_of_life_do_not_count_after_it() -> None:
+    rule = StopRule()
+    observe(rule, NO_CONNECTION, EVIDENCE)
+    rule.observe(RATE_LIMIT, 0.0)
+    observe(rule, NO_CONNECTION, EVIDENCE - 2, now_s=0.0)
+    assert rule.observe(NO_CONNECTION, OUTAGE_S) is None
+    assert rule.observe(NO_CONNECTION, OUTAGE_S) is not None
+
+
+def test_refusals_and_lost_connections_do_not_add_up() -> None:
+    rule = StopRule()
+    observe(rule, BAD_KEY, EVIDENCE - 1)
+    assert observe(rule, NO_CONNECTION, EVIDENCE - 1, now_s=OUTAGE_S) is None
+
+
+def test_the_reason_stays() -> None:
+    rule = StopRule()
+    reason = observe(rule, BAD_KEY, EVIDENCE)
+    assert rule.observe(ANSWER, 0.0) == reason
