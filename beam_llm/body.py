@@ -7,12 +7,11 @@ from typing import Any
 
 from beam_llm.config import ChatConfig
 from beam_llm.errors import RequestError
-from beam_llm.image_loading import load_image
-from beam_llm.images import data_url, encode_image
+from beam_llm.images.loading import image_url
 from beam_llm.jsontext import dumps
 from beam_llm.messages import Message, image_references, replace_images, to_messages
 from beam_llm.records import ChatRequest, FailedRequest
-from beam_llm.sampling import merge_fields
+from beam_llm.sampling import merge_fields, place_fields
 
 
 class Body:
@@ -67,7 +66,7 @@ class BodyBuilder:
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
-        self._defaults: dict[str, Any] = config.sampling.fields()
+        self._defaults = place_fields(config.sampling.fields(), config.dialect)
         if config.model is not None:
             self._defaults = {"model": config.model, **self._defaults}
 
@@ -103,9 +102,7 @@ class BodyBuilder:
             return failed_before_sending(draft.request, RequestError(f"body: cannot be written as JSON: {error}"))
 
     def _image_url(self, reference: Any) -> str:
-        policy = self._config.images
-        loaded = load_image(reference, policy)
-        return loaded if isinstance(loaded, str) else data_url(encode_image(loaded, policy))
+        return image_url(reference, self._config.images)
 
 
 def failed_before_sending(request: ChatRequest, error: RequestError) -> FailedRequest:

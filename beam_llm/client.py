@@ -15,7 +15,7 @@ from yarl import URL
 from beam_llm.body import Body, BodyBuilder, PreparedRequest
 from beam_llm.classify import classify_response
 from beam_llm.config import ChatConfig
-from beam_llm.connection import OneShotPayload, Proxy, open_session, proxy_for
+from beam_llm.connection import OneShotPayload, open_session, proxy_for
 from beam_llm.endpoints import Endpoint, EndpointPool
 from beam_llm.errors import ErrorKind, Verdict, classify_exception
 from beam_llm.limits import InFlightLimit, RateLimit
@@ -93,7 +93,7 @@ class ChatClient:
         self._rate = RateLimit(config.requests_per_minute)
         self._endpoints = EndpointPool(config.base_urls)
         self._builder = BodyBuilder(config)
-        self._targets: dict[str, tuple[URL, Proxy]] = {}
+        self._targets: dict[str, tuple[URL, URL | None]] = {}
         self._session = open_session(
             max_connections=config.max_in_flight,
             connect_timeout_s=config.connect_timeout_s,
@@ -154,8 +154,7 @@ class ChatClient:
                 headers=_HEADERS,
                 allow_redirects=False,
                 timeout=timeout,
-                proxy=proxy.url,
-                proxy_auth=proxy.auth,
+                proxy=proxy,
             ) as response:
                 raw = await response.read()
                 verdict, answer = classify_response(
@@ -171,7 +170,7 @@ class ChatClient:
         attempt.latency_ms = (self._clock() - started_s) * 1000
         return attempt
 
-    def _target(self, endpoint: Endpoint, path: str) -> tuple[URL, Proxy]:
+    def _target(self, endpoint: Endpoint, path: str) -> tuple[URL, URL | None]:
         text = endpoint.url(path)
         if text not in self._targets:
             url = URL(text)

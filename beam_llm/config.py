@@ -11,7 +11,7 @@ from beam_llm.errors import ConfigError
 from beam_llm.fingerprint import canonical_json
 from beam_llm.images import ImagePolicy
 from beam_llm.retry import RetryPolicy
-from beam_llm.sampling import Dialect, SamplingParams, check_dialect
+from beam_llm.sampling import Dialect, SamplingParams, check_dialect, place_fields
 
 MEGABYTE = 1 << 20
 
@@ -71,7 +71,7 @@ class ChatConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
-        check_dialect(self.sampling.fields(), self.dialect)
+        check_dialect(place_fields(self.sampling.fields(), self.dialect), self.dialect)
 
     @property
     def max_in_flight_bytes(self) -> int:

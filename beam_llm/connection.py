@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -99,27 +98,20 @@ def open_session(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Proxy:
-    """A proxy's URL without its user, and the user apart; both None = go direct."""
-
-    url: URL | None = None
-    auth: aiohttp.BasicAuth | None = None
-
-
-def proxy_for(url: URL) -> Proxy:
-    """The proxy that the environment names for a URL: `HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY`, in either case.
+def proxy_for(url: URL) -> URL | None:
+    """The proxy that the environment names for a URL (`HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY`, in either case).
 
     Asked once for each URL. aiohttp's own `trust_env` would look at the environment and read ~/.netrc on another thread
     for every request: more than half of the CPU of a short one.
+
+    Returns:
+        Its URL, with user and password if the environment has them; None = go direct.
     """
     if url.host is None or proxy_bypass(f"{url.host}:{url.port}"):
-        return Proxy()
+        return None
     if not (named := getproxies().get(url.scheme)):
-        return Proxy()
-    proxy = URL(named if "://" in named else f"http://{named}")
-    auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None
-    return Proxy(proxy.with_user(None), auth)
+        return None
+    return URL(named if "://" in named else f"http://{named}")
 
 
 def _keepalive_socket(address: Any) -> socket.socket:

@@ -20,7 +20,7 @@ from beam_llm.client import ChatClient
 from beam_llm.config import ChatConfig, read_api_key
 from beam_llm.errors import ErrorKind, RunStoppedError, Verdict
 from beam_llm.limits import InFlightLimit
-from beam_llm.process_limits import allow_connections
+from beam_llm.process_limits import allow_connections, collect_garbage_less_often
 from beam_llm.progress import COUNTS, report_stop
 from beam_llm.records import FailedRequest, Outcome
 from beam_llm.stopping import FIRST_REQUESTS, FIRST_WAIT_S, StopRule
@@ -52,6 +52,7 @@ class Driver:
         self._limit = InFlightLimit(min(FIRST_REQUESTS, config.max_in_flight), self._pump)
         self._api_key = read_api_key(config.api_key_env)
         allow_connections(config.max_in_flight)
+        collect_garbage_less_often()
         self._loop = _new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="beam_llm-loop", daemon=True)
         self._thread.start()

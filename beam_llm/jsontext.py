@@ -8,8 +8,11 @@ from typing import Any
 
 import orjson
 
+_ORJSON_DEPTH = 254
+"""Levels that orjson writes; it reads 1,024."""
+
 _DEEPEST = 200
-"""orjson writes 254 levels, and a result line puts a few around what was read."""
+"""Levels that are taken in: a result line puts a few around what was read."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -50,11 +53,13 @@ def loads(raw: bytes) -> Any:
 
 
 def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        lists = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
-        level = [child for children in lists for child in children]
-    return bool(level)
+    for _ in range(_ORJSON_DEPTH - _DEEPEST):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        return "ecursion" in str(error)
+    return False
 
 
 def _finite_float(text: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from apache_beam.io.filesystem import CompressionTypes
@@ -41,7 +41,7 @@ class Line:
     offset: int
     data: bytes
     weight: int
-    """Bytes of the file (as stored) that this line stands for: adds up to the file's size."""
+    """Bytes of the file, as stored, that it stands for, blank lines before it included."""
 
 
 def match_files(patterns: Iterable[str]) -> list[tuple[str, int]]:
@@ -66,33 +66,37 @@ def plan_ranges(files: list[tuple[str, int]], limit: int | None = None) -> list[
         files: (path, size), as `match_files` gives them. A `.gz` file is one range.
         limit: Only the first so many rows, in the order of the files; None = all.
     """
-    wanted = files if limit is None else _first_rows(files, limit)
-    size = min(_MAX_RANGE, max(_MIN_RANGE, sum(end for _, end in wanted) // _RANGES))
-    return [part for path, end in wanted for part in _split(path, end, size, cut=limit is not None)]
+    whole = [FileRange(path, 0, size) for path, size in files] if limit is None else _first_rows(files, limit)
+    size = min(_MAX_RANGE, max(_MIN_RANGE, sum(part.end or 0 for part in whole) // _RANGES))
+    return [part for one in whole for part in _split(one, size, cut=limit is not None)]
 
 
-def _split(path: str, end: int, size: int, cut: bool) -> list[FileRange]:
+def _split(whole: FileRange, size: int, cut: bool) -> list[FileRange]:
     # The size of a gzip file says nothing about its lines, nor does that of a bucket's object which is unpacked on the
     # way: the last range goes to the end of the file.
-    last = end if cut else None
-    if end <= size or is_gzip(path):
-        return [FileRange(path, 0, last)]
+    end = whole.end or 0
+    last = whole.end if cut else None
+    if end <= size or is_gzip(whole.file):
+        return [replace(whole, end=last)]
     starts = range(0, end, size)
-    return [FileRange(path, start, start + size if start + size < end else last) for start in starts]
+    return [FileRange(whole.file, start, start + size if start + size < end else last) for start in starts]
 
 
-def _first_rows(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
-    """(path, offset behind the last row wanted) for the first `limit` rows."""
+def _first_rows(files: list[tuple[str, int]], limit: int) -> list[FileRange]:
+    """One range a file that holds the first `limit` rows and no other."""
     left, cut = limit, []
     for path, _ in files:
         if left <= 0:
             break
-        last = -1
-        for line in read_lines(FileRange(path)):
-            last, left = line.offset, left - 1
-            if left == 0:
-                break
-        cut.append((path, last + 1))
+        end: int | None = 0
+        try:
+            for line in read_lines(FileRange(path)):
+                end, left = line.offset + 1, left - 1
+                if left == 0:
+                    break
+        except InputError:
+            end = None  # damaged before that many rows: whoever reads it tells so
+        cut.append(FileRange(path, 0, end))
     return cut
 
 
@@ -130,12 +134,15 @@ def _plain_lines(part: FileRange, raw: IO[bytes]) -> Iterator[Line]:
         # One that reaches beyond this range too is read no further: long lines cross many ranges.
         raw.seek(offset - 1)
         offset += len(raw.readline(-1 if part.end is None else part.end - offset + 1)) - 1
+    passed = 0
     while part.end is None or offset < part.end:
         data = raw.readline()
         if not data:
             return
+        passed += len(data)
         if line := _content(offset, data):
-            yield Line(offset, line, len(data))
+            yield Line(offset, line, passed)
+            passed = 0
         offset += len(data)
 
 

@@ -1,246 +1,18 @@
-"""The command line's flags: ChatOptions, what they mean as a ChatConfig, and what `--runner=DirectRunner` means."""
+"""What the command line's flags mean as a ChatConfig and as columns of a row."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import logging
 import os
-import re
-from collections.abc import Callable
-from typing import Any
-
-import apache_beam as beam
-import orjson
-from apache_beam.options.pipeline_options import (
-    DirectOptions,
-    PipelineOptions,
-    StandardOptions,
-    StreamingOptions,
-    WorkerOptions,
-)
 
 from beam_llm.config import ChatConfig
 from beam_llm.errors import ConfigError
+from beam_llm.flags import ChatOptions, names
 from beam_llm.formats.rows import RowColumns
 from beam_llm.images import ImagePolicy
 from beam_llm.retry import RetryPolicy
 from beam_llm.sampling import Dialect, SamplingParams
 
-LOCAL_RUNNERS = ("DirectRunner", "SwitchingDirectRunner")
-SIMULATED = "simulated"
-"""The base URL that starts the simulator; its script may follow as a query."""
-
 _BASE_URL_ENV = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
-_MAX_LOCAL_WORKERS = 8
-
-
-_ELSEWHERE = {
-    # What other tools, and the class that this replaces, call it.
-    "api_key": "a key is never a flag; put it into an environment variable and name that with --api_key_env",
-    "key": "a key is never a flag; put it into an environment variable and name that with --api_key_env",
-    **dict.fromkeys(
-        ("concurrency", "max_concurrency", "thread_num", "worker_concurrency"), "it is --max_in_flight here"
-    ),
-    **dict.fromkeys(("workers", "num_procs", "processes"), "it is --num_workers here"),
-    **dict.fromkeys(("api_base", "url", "host"), "it is --base_url here"),
-    "retry": "it is --max_retries here",
-    "timeout": "it is --connect_timeout_s, --read_timeout_s and --deadline_s here",
-}
-"""Names that no list of similar words would lead from."""
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes", "on"):
-        return True
-    if text.lower() in ("false", "0", "no", "off"):
-        return False
-    raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = orjson.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r} ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
-    return value
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _urls(text: str) -> list[str]:
-    return [text] if text.startswith(SIMULATED) else _names(text)  # the simulator's script has commas of its own
-
-
-class ChatOptions(argparse.Namespace):
-    """Our flags, as parsed. No flag holds a secret.
-
-    They are kept apart from Beam's PipelineOptions: those travel to every worker, whose SDK would warn at start-up
-    about each flag that it does not know, and nothing there reads ours.
-    """
-
-    input: list[str] | None
-    output: str | None
-    input_format: str | None
-    output_format: str | None
-    prompt: str | None
-    system_prompt: str | None
-    image_column: list[str] | None
-    messages_column: str | None
-    base_url: list[str] | None
-    model: str | None
-    api_key_env: str
-    dialect: str
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    presence_penalty: float | None
-    repetition_penalty: float | None
-    max_tokens: int | None
-    enable_thinking: bool | None
-    extra_body: dict[str, Any] | None
-    max_in_flight: int
-    max_in_flight_mb: float
-    requests_per_minute: float | None
-    max_retries: int
-    max_backoff_s: float
-    connect_timeout_s: float
-    read_timeout_s: float
-    deadline_s: float | None
-    image_max_pixels: int | None
-    image_max_side: int | None
-    image_min_side: int | None
-    image_max_bytes: int | None
-    image_format: str
-    image_quality: int
-    image_root: str | None
-    fetch_images: bool
-    limit: int | None
-    validate_only: bool
-    max_failed_ratio: float
-
-
-def parse_flags(argv: list[str]) -> tuple[ChatOptions, PipelineOptions]:
-    """Our flags and Beam's.
-
-    Raises:
-        ConfigError: A flag that nobody knows, a word that is no flag, or a value of the wrong kind; names it and
-            suggests the flag that was meant.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.run",
-        description="Sends chat-completion requests from files to OpenAI-compatible endpoints.",
-        epilog="Every option of Beam and its runners may be given too: --runner, --num_workers, --project, …",
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    for add in (_add_files, _add_rows, _add_endpoint, _add_sampling, _add_limits, _add_images, _add_run):
-        add(parser.add_argument)
-    try:
-        ours, rest = parser.parse_known_args(argv, namespace=ChatOptions())
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error).removeprefix("argument ")) from error
-    beams, unknown = PipelineOptions(rest), []
-    known = set(re.findall(r"--\w+", parser.format_usage()))
-
-    def look(beam_parser: argparse.ArgumentParser) -> None:
-        unknown.extend(beam_parser.parse_known_args(rest)[1])
-        known.update(re.findall(r"--\w+", beam_parser.format_usage()))
-
-    logging.disable(logging.WARNING)  # Beam would also log every unknown flag as "discarded"
-    try:
-        beams.get_all_options(add_extra_args_fn=look)
-    finally:
-        logging.disable(logging.NOTSET)
-    if unknown:
-        raise ConfigError(_unknown_flag(unknown[0], known))
-    return ours, beams
-
-
-def _unknown_flag(word: str, known: set[str]) -> str:
-    if not word.startswith("-"):
-        return f"{word!r} is not a flag: flags are written --name=value"
-    flag = word.split("=", 1)[0]
-    if meant := _ELSEWHERE.get(flag.lstrip("-").replace("-", "_")):
-        return f"unknown flag {flag}: {meant}"
-    near = difflib.get_close_matches("--" + flag.lstrip("-").replace("-", "_"), sorted(known), n=1)
-    return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help shows every flag")
-
-
-def _add_files(add: Callable[..., Any]) -> None:
-    add("--input", type=_names, metavar="PATTERN[,PATTERN]", help="files to read, local or gs://; .jsonl, .jsonl.gz")
-    add("--output", metavar="FOLDER", help="gets completed-*, failed-* and summary.json; local or gs://")
-    add("--input_format", choices=["openai_batch", "rows"], help="default: by the first line")
-    add("--output_format", choices=["openai_batch", "rows"], help="default: as the input")
-
-
-def _add_rows(add: Callable[..., Any]) -> None:
-    add("--prompt", metavar="TEXT", help="prompt for `rows` input; {column} is replaced by the row's value")
-    add("--system_prompt", metavar="TEXT", help="put in front of messages that do not begin with a system message")
-    add("--image_column", action="append", metavar="NAME", help="column with a picture or a list of them; repeatable")
-    add("--messages_column", metavar="NAME", help="column with messages; default: `messages`, else `prompt`")
-
-
-def _add_endpoint(add: Callable[..., Any]) -> None:
-    add(
-        "--base_url",
-        type=_urls,
-        metavar="URL[,URL]",
-        help="endpoints; default: $OPENAI_BASE_URL, $OPENAI_API_BASE; `simulated` starts the simulator",
-    )
-    add("--model", help="model of requests that name none")
-    add("--api_key_env", default="OPENAI_API_KEY", metavar="NAME", help="variable that holds the key (OPENAI_API_KEY)")
-    add(
-        "--dialect", default="generic", choices=[d.value for d in Dialect], help="whose body fields are meant (generic)"
-    )
-
-
-def _add_sampling(add: Callable[..., Any]) -> None:
-    for name, kind in (
-        ("temperature", float),
-        ("top_p", float),
-        ("top_k", int),
-        ("min_p", float),
-        ("presence_penalty", float),
-        ("repetition_penalty", float),
-        ("max_tokens", int),
-    ):
-        add(f"--{name}", type=kind, metavar="N", help="default of the requests; not sent unless set")
-    add("--enable_thinking", type=_boolean, metavar="BOOL", help="chat_template_kwargs.enable_thinking")
-    add("--extra_body", type=_object, metavar="JSON", help="other body fields, as a JSON object")
-
-
-def _add_limits(add: Callable[..., Any]) -> None:
-    add("--max_in_flight", type=int, default=1024, metavar="N", help="open requests per worker process (1024)")
-    add("--max_in_flight_mb", type=float, default=256, metavar="MB", help="bodies not yet sent, per process (256)")
-    add("--requests_per_minute", type=float, metavar="N", help="for the whole local run; per process elsewhere")
-    add("--max_retries", type=int, default=10, metavar="N", help="resends after the first try (10)")
-    add("--max_backoff_s", type=float, default=60, metavar="S", help="longest backoff between tries (60)")
-    add("--connect_timeout_s", type=float, default=30, metavar="S", help="to open a connection (30)")
-    add("--read_timeout_s", type=float, default=1800, metavar="S", help="longest silence of a server (1800)")
-    add("--deadline_s", type=float, metavar="S", help="for one request over all its tries (none)")
-
-
-def _add_images(add: Callable[..., Any]) -> None:
-    add("--image_max_pixels", type=int, metavar="N", help="larger pictures are made smaller")
-    add("--image_max_side", type=int, metavar="PX", help="longer side; larger pictures are made smaller")
-    add("--image_min_side", type=int, metavar="PX", help="shorter side; smaller pictures are scaled up")
-    add("--image_max_bytes", type=int, metavar="N", help="of a picture's file, before base64")
-    add("--image_format", default="auto", choices=["auto", "jpeg", "png"], help="what pictures are sent as (auto)")
-    add("--image_quality", type=int, default=90, metavar="N", help="of JPEGs that are made, 1 to 100 (90)")
-    add("--image_root", metavar="FOLDER", help="pictures are read from inside this folder only")
-    add("--fetch_images", action="store_true", help="download http(s) pictures here instead of passing the URL on")
-
-
-def _add_run(add: Callable[..., Any]) -> None:
-    add("--limit", type=int, metavar="N", help="only the first N rows")
-    add("--validate_only", action="store_true", help="read, build, encode and check everything, send nothing")
-    add("--max_failed_ratio", type=float, default=0.0, metavar="R", help="more failed rows than this: exit code 3 (0)")
 
 
 def base_urls(options: ChatOptions) -> tuple[str, ...]:
@@ -253,7 +25,7 @@ def base_urls(options: ChatOptions) -> tuple[str, ...]:
         return tuple(options.base_url)
     for name in _BASE_URL_ENV:
         if value := os.environ.get(name):
-            return tuple(_names(value))
+            return tuple(names(value))
     raise ConfigError(
         "no endpoint: give --base_url=http://host:port/v1 or set OPENAI_BASE_URL; --base_url=simulated tries things out"
     )
@@ -332,41 +104,3 @@ def row_columns(options: ChatOptions) -> RowColumns:
         image_columns=tuple(options.image_column or ()),
         messages_column=options.messages_column,
     )
-
-
-def settle_runner(options: PipelineOptions) -> int | None:
-    """Makes `--runner=DirectRunner` mean Beam's FnApiRunner with worker processes.
-
-    Left alone, Beam 2.77 would first try Prism, a Go program that it downloads and that ignores the number of workers.
-    An `update_compatibility_version` equal to the installed version keeps Prism out and changes nothing else: all its
-    checks ask for a version before some release.
-
-    Returns:
-        The number of worker processes of a local run; None for a runner that has its own.
-
-    Raises:
-        ConfigError: A runner that loses elements, or a number of workers below 1.
-    """
-    runner = _runner_name(options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0])
-    if runner == "DaskRunner":
-        raise ConfigError("runner=DaskRunner: Beam's Dask runner loses elements of tagged outputs; use DirectRunner")
-    if runner not in LOCAL_RUNNERS:
-        return None
-    asked = options.view_as(WorkerOptions).num_workers
-    workers = min(os.cpu_count() or 1, _MAX_LOCAL_WORKERS) if asked is None else int(asked)
-    if workers < 1:
-        raise ConfigError(f"num_workers must be 1 or more, got {workers}")
-    options.view_as(StandardOptions).runner = runner
-    streaming = options.view_as(StreamingOptions)
-    streaming.update_compatibility_version = streaming.update_compatibility_version or beam.__version__
-    direct = options.view_as(DirectOptions)
-    direct.direct_num_workers = workers
-    direct.direct_running_mode = "multi_processing" if workers > 1 else "in_memory"
-    return workers
-
-
-def _runner_name(given: str) -> str:
-    """The class of a runner: Beam takes its name in any case, with or without "runner", or with its module."""
-    short = given.rpartition(".")[2].lower().removesuffix("runner")
-    named = (name for name in (*LOCAL_RUNNERS, "DaskRunner") if name.lower() == f"{short}runner")
-    return next(named, given)

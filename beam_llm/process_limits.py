@@ -1,6 +1,8 @@
-"""The operating system's limits on a worker process: open files."""
+"""What a worker process may use: open files, and how often Python looks for garbage."""
 
 from __future__ import annotations
+
+import gc
 
 from beam_llm.errors import ConfigError
 
@@ -28,3 +30,15 @@ def allow_connections(count: int) -> None:
             f"raise it (ulimit -Hn), or set max_in_flight to {max(1, hard - _OTHER_FILES)} or less"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+_GC_THRESHOLD = 20_000
+"""New objects between two collections. Python's default of 700 is made for programs that keep little: with a thousand
+open requests beside all that Beam has loaded, collections took 45 % of the CPU of a short request."""
+
+
+def collect_garbage_less_often() -> None:
+    """Raises this process's threshold for garbage collections, unless it is higher already or they are off."""
+    first, second, third = gc.get_threshold()
+    if 0 < first < _GC_THRESHOLD:
+        gc.set_threshold(_GC_THRESHOLD, second, third)

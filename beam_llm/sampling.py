@@ -72,13 +72,15 @@ REFUSED: dict[Dialect, dict[str, str]] = {
 _READ_AS_TEMPLATE_VARIABLE = (Dialect.VLLM, Dialect.SGLANG)
 """Servers that ignore a top-level `enable_thinking` and read it from `chat_template_kwargs`."""
 
+_TEMPLATE = "chat_template_kwargs"
+
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, math.inf),
     "top_p": (0, 1),
     "top_k": (-1, math.inf),
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
-    "repetition_penalty": (0, math.inf),
+    "repetition_penalty": (0.01, math.inf),
     "max_tokens": (1, math.inf),
 }
 
@@ -93,7 +95,7 @@ class SamplingParams:
         top_k: Candidates kept; -1 or 0 turn it off on vLLM and SGLang.
         min_p: 0 to 1.
         presence_penalty: -2 to 2.
-        repetition_penalty: Above 0; 1 is neutral.
+        repetition_penalty: 0.01 and up; 1 is neutral.
         max_tokens: Tokens of the answer. Not added to a request that says `max_completion_tokens`.
         enable_thinking: Sent as `chat_template_kwargs.enable_thinking`.
         extra_body: Any other body fields, put at the top level of the JSON.
@@ -124,7 +126,7 @@ class SamplingParams:
         fields = {name: value for name in _BOUNDS if (value := getattr(self, name)) is not None}
         fields.update(self.extra_body)
         if self.enable_thinking is not None:
-            template = {"enable_thinking": self.enable_thinking, **fields.get("chat_template_kwargs", {})}
+            template = {"enable_thinking": self.enable_thinking, **(fields.get("chat_template_kwargs") or {})}
             fields["chat_template_kwargs"] = template
         return fields
 
@@ -135,19 +137,38 @@ def check_dialect(fields: Mapping[str, Any], dialect: Dialect) -> None:
     Raises:
         ConfigError: Names the field, the value and what to use instead.
     """
+    if fields.get("stream"):
+        raise ConfigError("stream=true: answers are read whole; leave `stream` out")
     refused = REFUSED[dialect]
     for name in fields:
         if name in refused:
             raise ConfigError(f"{name}={fields[name]!r} does not go with dialect {dialect}: {refused[name]}")
 
 
-def merge_fields(defaults: Mapping[str, Any], body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """A request's own fields over the defaults, each where the dialect's server reads it.
+def place_fields(fields: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """The fields where the dialect's server reads them: `extra_body` and, as a template variable, `enable_thinking`.
 
     Args:
-        defaults: `SamplingParams.fields()`, plus the model.
-        body: The request's body; never changed. A null there counts as sent by the user and stays, save for
-            `extra_body`, whose fields move to the top level as an SDK would put them.
+        fields: Body fields as people write them; never changed.
+        dialect: The server's dialect.
+
+    Returns:
+        A new dict. `extra_body`'s fields are at the top level, as an SDK would put them.
+    """
+    placed = dict(fields)
+    if isinstance(extra := placed.pop("extra_body", None), Mapping):
+        placed.update(extra)
+    if dialect in _READ_AS_TEMPLATE_VARIABLE and (thinking := placed.pop("enable_thinking", None)) is not None:
+        placed[_TEMPLATE] = {"enable_thinking": thinking, **(placed.get(_TEMPLATE) or {})}
+    return placed
+
+
+def merge_fields(defaults: Mapping[str, Any], body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """A request's own fields over the defaults.
+
+    Args:
+        defaults: `place_fields(SamplingParams.fields())`, plus the model.
+        body: The request's body; never changed. A null there counts as sent by the user and stays.
         dialect: The server's dialect.
 
     Returns:
@@ -156,21 +177,18 @@ def merge_fields(defaults: Mapping[str, Any], body: Mapping[str, Any], dialect: 
     Raises:
         RequestError: A field does not go with the dialect, or asks for a stream.
     """
-    own = dict(body)
-    if isinstance(extra := own.pop("extra_body", None), Mapping):
-        own.update(extra)
-    if own.get("stream", defaults.get("stream")):
-        raise RequestError("body.stream=true: answers are read whole; leave `stream` out")
-    if dialect in _READ_AS_TEMPLATE_VARIABLE and (thinking := own.pop("enable_thinking", None)) is not None:
-        own["chat_template_kwargs"] = {"enable_thinking": thinking, **(own.get("chat_template_kwargs") or {})}
+    own = place_fields(body, dialect)
     try:
         check_dialect(own, dialect)
     except ConfigError as error:
         raise RequestError(f"body: {error}") from error
     merged = {**defaults, **own}
-    if "max_completion_tokens" in own and "max_tokens" not in own:
-        merged.pop("max_tokens", None)
-    kwargs = "chat_template_kwargs"
-    if isinstance(default := defaults.get(kwargs), Mapping) and isinstance(mine := own.get(kwargs), Mapping):
-        merged[kwargs] = {**default, **mine}
+    for said, other in (("max_completion_tokens", "max_tokens"), ("max_tokens", "max_completion_tokens")):
+        if said in own and other not in own:
+            merged.pop(other, None)  # two names of one limit: both at once are refused
+    default, mine = defaults.get(_TEMPLATE), own.get(_TEMPLATE)
+    if isinstance(default, Mapping) and isinstance(mine, Mapping):
+        merged[_TEMPLATE] = {**default, **mine}
+    elif isinstance(default, Mapping) and "enable_thinking" in own:
+        merged[_TEMPLATE] = {name: value for name, value in default.items() if name != "enable_thinking"}
     return merged

@@ -19,13 +19,15 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_llm.config import ChatConfig, read_api_key
 from beam_llm.errors import BeamLLMError, ConfigError
+from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
 from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, detect_format
 from beam_llm.lines import InputError, match_files
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
-from beam_llm.options import SIMULATED, ChatOptions, base_urls, chat_config, parse_flags, row_columns, settle_runner
+from beam_llm.options import base_urls, chat_config, row_columns
 from beam_llm.process_limits import allow_connections
 from beam_llm.progress import ProgressReceiver
 from beam_llm.progress_bar import ProgressBar
+from beam_llm.runner import settle_runner
 from beam_llm.simulator import Script, SimulatorProcess
 from beam_llm.summary import EXIT_FAILED, EXIT_USAGE, Summary, summarise
 from beam_llm.transforms import ChatCompletion, ValidateRequests

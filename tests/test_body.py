@@ -117,7 +117,7 @@ def test_rows_do_not_see_each_others_fields() -> None:
         ("m", {"messages": HELLO, "model": ""}, "body.model: expected a name, got ''"),
         ("m", {}, "body.messages: missing"),
         ("m", {"messages": None}, "messages: expected a string or a list, got null"),
-        ("m", {"messages": HELLO, "stream": True}, "body.stream=true"),
+        ("m", {"messages": HELLO, "stream": True}, "body: stream=true"),
         ("m", {"messages": HELLO, "x": object()}, "body: cannot be written as JSON: "),
         ("m", {"messages": HELLO, "x": b"bytes"}, "body: cannot be written as JSON: "),
         ("m", {"messages": HELLO, "x": NESTED}, "body: cannot be written as JSON: "),

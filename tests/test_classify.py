@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beam_llm.classify import MAX_EXCERPT_BYTES, answer_kind, classify_response
-from beam_llm.errors import MAX_MESSAGE_CHARS, ErrorKind, Verdict
+from beam_llm.errors import MAX_MESSAGE_CHARS, ErrorKind, Verdict, classify_exception
 
 CANARY = "sk-canary-123456"
 GOOD = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}

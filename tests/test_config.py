@@ -161,3 +161,8 @@ def test_the_key_is_not_part_of_the_config(monkeypatch: pytest.MonkeyPatch) -> N
     given = config(api_key_env="SOME_KEY")
     assert "canary" not in repr(given)
     assert b"canary" not in pickle.dumps(given)
+
+
+def test_a_stream_for_every_request_is_refused_at_construction() -> None:
+    with pytest.raises(ConfigError, match="stream"):
+        ChatConfig(base_urls=("http://h",), sampling=SamplingParams(extra_body={"stream": True}))

@@ -17,7 +17,7 @@ from aiohttp import web
 from yarl import URL
 
 from beam_llm.body import Body
-from beam_llm.connection import OneShotPayload, Proxy, open_session, proxy_for
+from beam_llm.connection import OneShotPayload, open_session, proxy_for
 from beam_llm.version import __version__
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -72,7 +72,7 @@ async def fetch(client: aiohttp.ClientSession, port: int, data: OneShotPayload |
     url = URL(f"http://localhost:{port}/")
     proxy = proxy_for(url)
     method = "GET" if data is None else "POST"
-    async with client.request(method, url, data=data, proxy=proxy.url, proxy_auth=proxy.auth) as response:
+    async with client.request(method, url, data=data, proxy=proxy) as response:
         await response.read()
         return response
 
@@ -269,24 +269,24 @@ def test_proxies_of_the_environment_are_used_and_their_exceptions_too(
 @pytest.mark.parametrize(
     ("variables", "url", "proxy"),
     [
-        ({}, "http://h/v1", Proxy()),
-        ({"HTTP_PROXY": "http://p:8080"}, "http://h/v1", Proxy(URL("http://p:8080"))),
-        ({"HTTP_PROXY": "p:8080"}, "http://h/v1", Proxy(URL("http://p:8080"))),
-        ({"HTTP_PROXY": "http://p:8080"}, "https://h/v1", Proxy()),
-        ({"HTTPS_PROXY": "http://p:8080"}, "https://h/v1", Proxy(URL("http://p:8080"))),
-        ({"HTTP_PROXY": "http://p", "NO_PROXY": "*"}, "http://h/v1", Proxy()),
-        ({"HTTP_PROXY": "http://p", "NO_PROXY": "example.com"}, "http://api.example.com/v1", Proxy()),
-        ({"HTTP_PROXY": "http://p", "NO_PROXY": "h:8000"}, "http://h:8000/v1", Proxy()),
-        ({"HTTP_PROXY": "http://p", "NO_PROXY": "h:8000"}, "http://h:8001/v1", Proxy(URL("http://p"))),
+        ({}, "http://h/v1", None),
+        ({"HTTP_PROXY": "http://p:8080"}, "http://h/v1", URL("http://p:8080")),
+        ({"HTTP_PROXY": "p:8080"}, "http://h/v1", URL("http://p:8080")),
+        ({"HTTP_PROXY": "http://p:8080"}, "https://h/v1", None),
+        ({"HTTPS_PROXY": "http://p:8080"}, "https://h/v1", URL("http://p:8080")),
+        ({"HTTP_PROXY": "http://p", "NO_PROXY": "*"}, "http://h/v1", None),
+        ({"HTTP_PROXY": "http://p", "NO_PROXY": "example.com"}, "http://api.example.com/v1", None),
+        ({"HTTP_PROXY": "http://p", "NO_PROXY": "h:8000"}, "http://h:8000/v1", None),
+        ({"HTTP_PROXY": "http://p", "NO_PROXY": "h:8000"}, "http://h:8001/v1", URL("http://p")),
         (
             {"HTTP_PROXY": "http://me:p%40ss@p:8080"},
             "http://h/v1",
-            Proxy(URL("http://p:8080"), aiohttp.BasicAuth("me", "p@ss")),
+            URL("http://me:p%40ss@p:8080"),
         ),
     ],
 )
 def test_each_form_of_proxy_variable_means_one_proxy(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: Proxy
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: URL | None
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -109,8 +109,7 @@ def test_submitting_reports_no_room_until_slots_are_free() -> None:
     released = threading.Event()
 
     async def hold(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        while not released.is_set():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(released.wait)
         return answer("ok")
 
     with ScriptedEndpoint(hold) as endpoint:

@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.image_fetch import TransientReadError, is_private, with_retries
-from beam_llm.image_loading import describe_reference, image_url, load_image
 from beam_llm.images import ImagePolicy
+from beam_llm.images.fetch import TransientReadError, is_private, with_retries
+from beam_llm.images.loading import describe_reference, image_url, load_image
 from beam_llm.version import __version__
 
 PLAIN = ImagePolicy()

@@ -11,10 +11,10 @@ import pytest
 from apache_beam.io.filesystem import FileSystem
 from apache_beam.io.localfilesystem import LocalFileSystem
 
-from beam_llm import image_storage
 from beam_llm.errors import RequestError
-from beam_llm.image_loading import load_image
 from beam_llm.images import ImagePolicy
+from beam_llm.images import storage as image_storage
+from beam_llm.images.loading import load_image
 from tests.servers import gcs_server
 
 PLAIN = ImagePolicy()

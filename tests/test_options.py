@@ -12,7 +12,9 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import RunnerResult
 
 from beam_llm.config import ChatConfig
 from beam_llm.errors import ConfigError
-from beam_llm.options import ChatOptions, base_urls, chat_config, parse_flags, row_columns, settle_runner
+from beam_llm.flags import ChatOptions, parse_flags
+from beam_llm.options import base_urls, chat_config, row_columns
+from beam_llm.runner import settle_runner
 from beam_llm.sampling import Dialect
 
 URLS = ("http://localhost:8000/v1",)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from beam_llm.errors import ConfigError
-from beam_llm.simulator_script import FAULTS, LATENCY_CAP, Script, draw_latency_s, draw_verdict, is_doomed
+from beam_llm.simulator.script import FAULTS, LATENCY_CAP, Script, draw_latency_s, draw_verdict, is_doomed
 
 
 def test_is_doomed_is_stable_and_follows_the_rate() -> None:

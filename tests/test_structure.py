@@ -34,12 +34,12 @@ LAYERS = [
     "fingerprint",
     "sampling",
     "messages",
-    "image_checks",
-    "image_pixels",
+    "images.checks",
+    "images.pixels",
     "images",
-    "image_fetch",
-    "image_storage",
-    "image_loading",
+    "images.fetch",
+    "images.storage",
+    "images.loading",
     "config",
     "body",
     "connection",
@@ -62,12 +62,15 @@ LAYERS = [
     "dofn",
     "transforms",
     "io",
+    "flags",
     "options",
-    "simulator_script",
-    "simulator_checks",
-    "simulator_answers",
-    "simulator_server",
+    "runner",
+    "simulator.script",
+    "simulator.checks",
+    "simulator.answers",
+    "simulator.server",
     "simulator",
+    "simulator.__main__",
     "",  # beam_llm/__init__.py
 ]
 
@@ -90,7 +93,7 @@ WITHOUT_BEAM = [
     *["sampling", "messages", "images", "config", "body", "connection", "client", "channel", "driver"],
     *["formats", "formats.common_row", "formats.openai_batch", "formats.rows"],
     *["stores", "stores.sqlite", "stores.redis"],
-    *["simulator", "simulator_script", "simulator_checks", "simulator_answers", "simulator_server"],
+    *["simulator", "simulator.script", "simulator.checks", "simulator.answers", "simulator.server"],
 ]
 """Everything async, and every decision in a plain function, can be used and tested without Beam."""
 

@@ -11,8 +11,8 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_llm import metrics
 from beam_llm.errors import ErrorKind
-from beam_llm.options import settle_runner
 from beam_llm.records import Completion, FailedRequest, Outcome
+from beam_llm.runner import settle_runner
 from beam_llm.summary import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_FAILURES, Summary, summarise
 
 RUN = {

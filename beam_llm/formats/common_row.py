@@ -34,7 +34,8 @@ def custom_id_of(row: dict[str, Any], origin: Origin) -> str:
     custom_id = row.get("custom_id")
     if isinstance(custom_id, str) and custom_id:
         return custom_id
-    return str(custom_id) if isinstance(custom_id, int) else str(origin)
+    is_number = isinstance(custom_id, (int, float)) and not isinstance(custom_id, bool)
+    return str(custom_id) if is_number else str(origin)
 
 
 def source_of(outcome: Outcome) -> str:

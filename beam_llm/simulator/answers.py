@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from beam_llm.simulator_checks import Prompt, Refusal
+from beam_llm.simulator.checks import Prompt, Refusal
 
 CREATED = 1_750_000_000
 """`created` of every answer, in Unix seconds: fixed, so that the same request has the same answer."""

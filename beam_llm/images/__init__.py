@@ -20,8 +20,8 @@ import pybase64
 from PIL import Image
 
 from beam_llm.errors import ConfigError, ErrorKind, RequestError
-from beam_llm.image_checks import PlainFile, inspect_file, is_lossless_webp, is_srgb_profile
-from beam_llm.image_pixels import READABLE_FORMATS, flat_srgb, media_type, open_picture, quiet_pillow, turn_to_upright
+from beam_llm.images.checks import PlainFile, inspect_file, is_lossless_webp, is_srgb_profile
+from beam_llm.images.pixels import READABLE_FORMATS, flat_srgb, media_type, open_picture, quiet_pillow, turn_to_upright
 
 _LOSSY_FORMATS = ("JPEG", "MPO", "WEBP", "HEIF", "AVIF")
 _FALLING_QUALITY = (80, 65, 50)

@@ -23,9 +23,9 @@ import pybase64
 from PIL import Image
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.image_fetch import fetch_once, with_retries
-from beam_llm.image_storage import check_storage_url, read_storage_once
 from beam_llm.images import ImagePolicy, data_url, encode_image
+from beam_llm.images.fetch import fetch_once, with_retries
+from beam_llm.images.storage import check_storage_url, read_storage_once
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters and more, as `C:` is a drive
 _LONGEST_DESCRIPTION = 200

@@ -21,8 +21,8 @@ from typing import Any
 from aiohttp import web
 
 from beam_llm.errors import BeamLLMError, ConfigError
-from beam_llm.simulator_script import FAULTS, Script, is_doomed
-from beam_llm.simulator_server import create_app
+from beam_llm.simulator.script import FAULTS, Script, is_doomed
+from beam_llm.simulator.server import create_app
 
 __all__ = ["FAULTS", "Script", "SimulatorProcess", "SimulatorThread", "create_app", "is_doomed"]
 
@@ -135,7 +135,7 @@ class SimulatorProcess(_Running):
         return self._process.pid if self._process else None
 
     def __enter__(self) -> SimulatorProcess:
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         command = (sys.executable, "-m", "beam_llm.simulator", "--exit_with_stdin", "--script", self.script.as_query())
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -279,7 +279,3 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         loop.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,9 +16,9 @@ import orjson
 from aiohttp import web
 
 from beam_llm.errors import ConfigError
-from beam_llm.simulator_answers import HTML_PAGE, build_answer, error_body, faulty_body
-from beam_llm.simulator_checks import Refusal, read_prompt
-from beam_llm.simulator_script import CONNECTION_FAULTS, Script, Verdict, draw_verdict
+from beam_llm.simulator.answers import HTML_PAGE, build_answer, error_body, faulty_body
+from beam_llm.simulator.checks import Refusal, read_prompt
+from beam_llm.simulator.script import CONNECTION_FAULTS, Script, Verdict, draw_verdict
 
 OVERRIDE_HEADER = "x-simulate"
 """Request header with a script line that changes the script for this one request."""

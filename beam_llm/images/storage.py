@@ -10,7 +10,7 @@ from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.image_fetch import TransientReadError
+from beam_llm.images.fetch import TransientReadError
 
 _FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, ImportError)
 _RETRYABLE_STATUS = (408, 425, 429)

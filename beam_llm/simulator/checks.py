@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 from PIL import Image
 
-from beam_llm.simulator_script import Script
+from beam_llm.simulator.script import Script
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 

@@ -15,7 +15,7 @@ from io import BytesIO
 from PIL import Image, ImageCms, ImageFile
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.image_checks import is_srgb_profile
+from beam_llm.images.checks import is_srgb_profile
 
 # Left out on purpose: EPS and WMF start other programs, XBM, XPM, IM and the like take plain text for a picture,
 # TGA, SPIDER and PCD have no signature and take anything, BUFR, GRIB and HDF5 are stubs that read nothing.
