@@ -7,6 +7,7 @@ from typing import Any
 
 from beam_llm.config import ChatConfig
 from beam_llm.errors import RequestError
+from beam_llm.fingerprint import request_key
 from beam_llm.images.loading import image_url
 from beam_llm.jsontext import dumps
 from beam_llm.messages import Message, image_references, replace_images, to_messages
@@ -44,11 +45,13 @@ class PreparedRequest:
         request: What the caller gave; a retry builds the body again from it.
         body: The JSON, images included.
         images: Number of pictures in the body.
+        key: What its answer is stored under; None without a response store.
     """
 
     request: ChatRequest
     body: Body
     images: int = 0
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,17 @@ class BodyBuilder:
         try:
             if draft.references:
                 messages = replace_images(messages, [self._image_url(reference) for reference in draft.references])
-            body = Body(dumps({**draft.fields, "messages": messages}))
-            return PreparedRequest(draft.request, body, len(draft.references))
+            fields = {**draft.fields, "messages": messages}
+            return PreparedRequest(draft.request, Body(dumps(fields)), len(draft.references), self._key(draft, fields))
         except RequestError as error:
             return failed_before_sending(draft.request, error)
         except (TypeError, ValueError, RecursionError) as error:
             return failed_before_sending(draft.request, RequestError(f"body: cannot be written as JSON: {error}"))
+
+    def _key(self, draft: Draft, fields: dict[str, Any]) -> str | None:
+        if self._config.response_store is None:
+            return None
+        return request_key(self._config.store_namespace, draft.request.custom_id, draft.request.path, fields)
 
     def _image_url(self, reference: Any) -> str:
         return image_url(reference, self._config.images)

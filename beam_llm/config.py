@@ -12,6 +12,7 @@ from beam_llm.fingerprint import canonical_json
 from beam_llm.images import ImagePolicy
 from beam_llm.retry import RetryPolicy
 from beam_llm.sampling import Dialect, SamplingParams, check_dialect, place_fields
+from beam_llm.stores import check_store_url
 
 MEGABYTE = 1 << 20
 
@@ -37,6 +38,11 @@ class ChatConfig:
         read_timeout_s: Longest silence while waiting for an answer.
         deadline_s: For one request over all its attempts; None = only the other limits.
         batch_size: Rows handed to the DoFn at once.
+        response_store: Where finished answers are kept, and looked up before anything is sent: `sqlite:///file.db`,
+            `redis://…`, `gs://bucket/prefix/`; None = nowhere. `$NAME` in it is replaced on the worker, so that a
+            password need not stand here.
+        store_namespace: Part of the store's key: keeps jobs apart that share ids, model name and questions.
+        stored_finish_reasons: Answers with another finish reason are not kept, and asked again by a rerun.
 
     Raises:
         ConfigError: Names the field, the value and the way out.
@@ -57,6 +63,9 @@ class ChatConfig:
     read_timeout_s: float = 1800
     deadline_s: float | None = None
     batch_size: int = 64
+    response_store: str | None = None
+    store_namespace: str = ""
+    stored_finish_reasons: tuple[str, ...] = ("stop", "tool_calls")
 
     def __post_init__(self) -> None:
         urls = (self.base_urls,) if isinstance(self.base_urls, str) else tuple(self.base_urls)
@@ -71,6 +80,8 @@ class ChatConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        if self.response_store is not None:
+            check_store_url(self.response_store)
         check_dialect(place_fields(self.sampling.fields(), self.dialect), self.dialect)
 
     @property

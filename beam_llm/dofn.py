@@ -98,7 +98,10 @@ class ChatCompletionDoFn(beam.DoFn):
                 yield token, item
             else:
                 requests.append((token, item))
-        channel.submit(requests)
+        assert self._driver is not None, "setup() has not been called"
+        answers = self._driver.find_answers([prepared for _, prepared in requests])
+        yield from ((token, answer) for (token, _), answer in zip(requests, answers, strict=True) if answer is not None)
+        channel.submit(request for request, answer in zip(requests, answers, strict=True) if answer is None)
         yield from channel.poll()
         while not channel.has_room():
             yield from channel.wait(for_room=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from beam_llm.body import PreparedRequest
 from beam_llm.channel import Channel, Job
@@ -22,8 +25,12 @@ from beam_llm.errors import ErrorKind, RunStoppedError, Verdict
 from beam_llm.limits import InFlightLimit
 from beam_llm.process_limits import allow_connections, collect_garbage_less_often
 from beam_llm.progress import COUNTS, report_stop
-from beam_llm.records import FailedRequest, Outcome
+from beam_llm.records import Completion, FailedRequest, Outcome
 from beam_llm.stopping import FIRST_REQUESTS, FIRST_WAIT_S, StopRule
+from beam_llm.stored_answers import StoredAnswers
+from beam_llm.stores import open_store
+
+T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,7 +63,12 @@ class Driver:
         self._loop = _new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="beam_llm-loop", daemon=True)
         self._thread.start()
-        self._client = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        self._answers = _answers(config)
+        try:
+            self._client = self._call(self._open())
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
         _LOGGER.info("beam_llm: %d requests at once to %s", config.max_in_flight, ", ".join(config.base_urls))
 
     # Called on bundle threads.
@@ -68,6 +80,12 @@ class Driver:
     def accept(self, jobs: list[Job]) -> None:
         """Hands jobs to the loop with one wake-up."""
         self._loop.call_soon_threadsafe(self._accept, jobs)
+
+    def find_answers(self, requests: list[PreparedRequest]) -> list[Completion | None]:
+        """The stored answer of each request of a batch, in order; None where there is none."""
+        if self._answers is None or not requests:
+            return [None] * len(requests)
+        return self._call(self._answers.find(requests))
 
     def abandon(self, channel: Channel) -> None:
         """Drops what a failed bundle left: queued requests are not sent, open ones are cancelled."""
@@ -90,16 +108,21 @@ class Driver:
         """Cancels what is open, closes the session, ends the thread. Safe to call twice."""
         if not self._loop.is_closed():
             try:
-                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
+                self._call(self._close(), _CLOSE_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(_CLOSE_S)
                 if not self._thread.is_alive():
                     self._loop.close()
 
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
     # Called on the loop thread.
 
     async def _open(self) -> ChatClient:
+        if self._answers is not None:
+            await self._answers.open()
         self._loop.call_later(FIRST_WAIT_S, self._open_limit)
         return ChatClient(self.config, self._api_key, self._limit, self)
 
@@ -109,6 +132,8 @@ class Driver:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
+        if self._answers is not None:
+            await self._answers.close()
 
     def _accept(self, jobs: list[Job]) -> None:
         if self.stopped is not None:
@@ -143,6 +168,8 @@ class Driver:
         job.begun = True
         try:
             outcome: Outcome = await self._client.complete(job.prepared, partial(self._weigh, job))
+            if self._answers is not None and job.prepared.key is not None and isinstance(outcome, Completion):
+                outcome = await self._answers.keep(job.prepared.key, outcome)
         except Exception as error:
             # A fault of ours must not cost the row, nor the bundle the rows beside it.
             _LOGGER.exception("beam_llm: unexpected error for %s", job.prepared.request.custom_id)
@@ -221,6 +248,12 @@ def _unexpected(prepared: PreparedRequest, error: Exception) -> FailedRequest:
         context=request.context,
         origin=request.origin,
     )
+
+
+def _answers(config: ChatConfig) -> StoredAnswers | None:
+    if config.response_store is None:
+        return None
+    return StoredAnswers(open_store(os.path.expandvars(config.response_store)), config.stored_finish_reasons)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -105,6 +105,8 @@ class ChatOptions(argparse.Namespace):
     image_quality: int
     image_root: str | None
     fetch_images: bool
+    response_store: str
+    store_namespace: str
     limit: int | None
     validate_only: bool
     max_failed_ratio: float
@@ -223,6 +225,14 @@ def _add_images(add: Callable[..., Any]) -> None:
 
 
 def _add_run(add: Callable[..., Any]) -> None:
+    add(
+        "--response_store",
+        default="auto",
+        metavar="URL",
+        help="finished answers are kept there, so that a rerun asks only what is missing: sqlite:///file.db, redis://…, "
+        "gs://bucket/prefix/ or none; auto (default): in the output folder",
+    )
+    add("--store_namespace", default="", metavar="TEXT", help="part of the store's key; keeps jobs apart")
     add("--limit", type=int, metavar="N", help="only the first N rows")
     add("--validate_only", action="store_true", help="read, build, encode and check everything, send nothing")
     add("--max_failed_ratio", type=float, default=0.0, metavar="R", help="more failed rows than this: exit code 3 (0)")

@@ -37,6 +37,8 @@ NO_USAGE = "answers_without_usage"
 """Answers whose server sent no token counts."""
 FINISH = "finish"
 """`finish_<reason>`: answers by finish reason."""
+NOT_STORED = "answers_not_stored"
+"""Answers that the response store should have kept and could not."""
 LATENCY_MS = "latency_ms"
 """Distribution: milliseconds of the try that answered."""
 REQUEST_BYTES = "request_bytes"
@@ -75,6 +77,7 @@ def record(outcome: Outcome) -> None:
     if outcome.source == "store":
         count(FROM_STORE)
         return
+    count(NOT_STORED, int(outcome.not_stored))
     _distribution(LATENCY_MS).update(int(outcome.latency_ms))
     _record_usage(outcome.usage)
 

@@ -58,7 +58,22 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
         connect_timeout_s=options.connect_timeout_s,
         read_timeout_s=options.read_timeout_s,
         deadline_s=options.deadline_s,
+        response_store=_response_store(options, local=processes is not None),
+        store_namespace=options.store_namespace,
     )
+
+
+def _response_store(options: ChatOptions, local: bool) -> str | None:
+    """The store's URL. `auto` is a SQLite file beside local results, and objects beside results in a bucket."""
+    if options.response_store == "none" or options.validate_only:
+        return None
+    if options.response_store != "auto":
+        return options.response_store
+    output = options.output or "."
+    if output.startswith("gs://"):
+        return f"{output.rstrip('/')}/responses/"
+    # A worker on another machine would write a file that nobody finds again.
+    return f"sqlite:///{os.path.abspath(output)}/responses.db" if local and "://" not in output else None
 
 
 def _retry(options: ChatOptions) -> RetryPolicy:

@@ -60,6 +60,7 @@ class Completion:
         context, origin: As on the request.
         retried: Why each earlier try failed, in order.
         request_bytes: Size of the body that was posted.
+        not_stored: It should have been put into the response store, which failed.
     """
 
     custom_id: str
@@ -74,6 +75,7 @@ class Completion:
     origin: Origin | None = None
     retried: tuple[ErrorKind, ...] = ()
     request_bytes: int = 0
+    not_stored: bool = False
 
     @property
     def choice(self) -> dict[str, Any]:

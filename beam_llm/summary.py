@@ -69,6 +69,8 @@ class Summary:
         parts = [f"{rows:,} rows: {self.count(metrics.COMPLETED):,} completed, {failed}"]
         if stored := self.count(metrics.FROM_STORE):
             parts.append(f"{stored:,} from the store")
+        if lost := self.count(metrics.NOT_STORED):
+            parts.append(f"{lost:,} answers NOT stored, a rerun asks them again")
         parts.append(f"{sent:,} requests sent, {self.count(metrics.RETRIES):,} retries")
         tokens = self.count(metrics.PROMPT_TOKENS), self.count(metrics.COMPLETION_TOKENS)
         parts.append(f"{tokens[0]:,} + {tokens[1]:,} tokens")
@@ -89,6 +91,7 @@ class Summary:
             "retries_by_kind": self.by(metrics.RETRIES),
             "prompt_tokens": self.count(metrics.PROMPT_TOKENS),
             "completion_tokens": self.count(metrics.COMPLETION_TOKENS),
+            "answers_not_stored": self.count(metrics.NOT_STORED),
             "answers_without_usage": self.count(metrics.NO_USAGE),
             "request_bytes": self.count(metrics.REQUEST_BYTES),
             "latency_ms": dict(self.latency_ms),

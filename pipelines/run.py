@@ -5,6 +5,7 @@ Flags -> config, the pipeline, its progress, its summary, its exit code. Nothing
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -29,6 +30,7 @@ from beam_llm.progress import ProgressReceiver
 from beam_llm.progress_bar import ProgressBar
 from beam_llm.runner import settle_runner
 from beam_llm.simulator import Script, SimulatorProcess
+from beam_llm.stores import try_store
 from beam_llm.summary import EXIT_FAILED, EXIT_USAGE, Summary, summarise
 from beam_llm.transforms import ChatCompletion, ValidateRequests
 
@@ -68,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except BeamLLMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("error: interrupted; run the same command again", file=sys.stderr)
         return EXIT_FAILED
@@ -108,6 +113,8 @@ def _check(config: ChatConfig, run: _Run) -> None:
     if run.processes is not None and not run.chat.validate_only:
         read_api_key(config.api_key_env)
         allow_connections(config.max_in_flight)
+        if config.response_store is not None:
+            asyncio.run(try_store(config.response_store))
 
 
 def _execute(run: _Run, config: ChatConfig) -> int:

@@ -57,6 +57,7 @@ LAYERS = [
     "progress_bar",
     "metrics",
     "summary",
+    "stored_answers",
     "channel",
     "driver",
     "dofn",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from beam_llm.errors import BeamLLMError, ConfigError
 
-__all__ = ["ResponseStore", "StoreError", "open_store", "redacted"]
+__all__ = ["ResponseStore", "StoreError", "check_store_url", "open_store", "redacted"]
+
+_EXPECTED = "response_store must be sqlite:///file.db, redis://host:port/0 or gs://bucket/prefix/"
 
 
 class StoreError(BeamLLMError):
@@ -74,9 +77,38 @@ def open_store(url: str) -> ResponseStore:
     except ModuleNotFoundError as error:
         package = {"gs": "google-cloud-storage"}.get(scheme, "'beam_llm[redis]'")
         raise StoreError(f"response_store {redacted(url)} needs a package: pip install {package} ({error})") from error
-    raise ConfigError(
-        f"response_store must be sqlite:///file.db, redis://host:port/0 or gs://bucket/prefix/, got {redacted(url)!r}"
-    )
+    raise ConfigError(f"{_EXPECTED}, got {redacted(url)!r}")
+
+
+async def try_store(url: str) -> None:
+    """Opens and closes the store, so that one that cannot be used is known before any request is sent.
+
+    Args:
+        url: As in ChatConfig; `$NAME` in it is replaced from the environment.
+
+    Raises:
+        StoreError: Down, damaged, not writable, or written by another version.
+    """
+    store = open_store(os.path.expandvars(url))
+    await store.open()
+    await store.close()
+
+
+def check_store_url(url: str) -> None:
+    """Refuses a URL of no known kind, or one with a password in it: options and graphs are stored and shown.
+
+    Raises:
+        ConfigError: Says how to give the password instead.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in ("sqlite", "redis", "rediss", "gs"):
+        raise ConfigError(f"{_EXPECTED}, got {redacted(url)!r}")
+    user = rest.rpartition("@")[0]
+    if scheme.startswith("redis") and ":" in user and not user.partition(":")[2].startswith("$"):
+        raise ConfigError(
+            f"response_store {redacted(url)} must not carry a password: put it into an environment variable of the "
+            "workers and write redis://:$NAME@host"
+        )
 
 
 def redacted(url: str) -> str:
