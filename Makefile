@@ -6,6 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test lint clean
 
 demo: .venv/.demo
+	rm -rf out/demo
 	$(BIN)/python -m pipelines.run --input=pipelines/sample/requests.jsonl --output=out/demo \
 	  --base_url='simulated?latency_ms=300&latency_sigma=0.5&error_rate=0.05' --num_workers=2
 	@echo
