@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,8 @@ class BodyBuilder:
     def draft(self, request: ChatRequest) -> Draft | FailedRequest:
         """Everything but the pictures: microseconds, no waiting."""
         try:
+            if not isinstance(request.body, Mapping):
+                raise RequestError(f"body: expected an object, got {type(request.body).__name__}")
             fields = merge_fields(self._defaults, request.body, self._config.dialect)
             if not isinstance(model := fields.get("model"), str) or not model:
                 raise RequestError(f"body.model: expected a name, got {model!r}; name it in the row or with --model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
@@ -26,6 +25,8 @@ class ChatConfig:
         model: Used where the request names none; None if every request does.
         api_key_env: Name of the environment variable that holds the key, read on the worker. None, or a variable that
             is not set: no Authorization header. The key itself is never part of the config.
+        api_key_secret: Google Secret Manager's name of the key (`projects/P/secrets/S/versions/V`), read on the worker
+            instead of the variable; None = the variable.
         dialect: Whose body fields are meant.
         sampling: Defaults under what the request says.
         system_prompt: Put in front of messages that do not begin with one.
@@ -51,6 +52,7 @@ class ChatConfig:
     base_urls: tuple[str, ...]
     model: str | None = None
     api_key_env: str | None = "OPENAI_API_KEY"
+    api_key_secret: str | None = None
     dialect: Dialect = Dialect.GENERIC
     sampling: SamplingParams = field(default_factory=SamplingParams)
     system_prompt: str | None = None
@@ -101,18 +103,3 @@ def _dialect(value: str) -> Dialect:
         known = ", ".join(Dialect)
         raise ConfigError(f"dialect must be one of {known}, got {value!r}") from None
 
-
-def read_api_key(api_key_env: str | None) -> str | None:
-    """The key from the environment, without outer white space; None if there is none.
-
-    Raises:
-        ConfigError: A control character or a character outside Latin-1 inside the key, which no header can carry.
-    """
-    key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
-    if not key:
-        return None
-    if any(ord(c) < 32 or ord(c) in range(127, 161) or ord(c) > 255 for c in key):
-        raise ConfigError(
-            f"the key in ${api_key_env} has a line end or another character that no HTTP header can carry; set it again"
-        )
-    return key

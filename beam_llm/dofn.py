@@ -12,7 +12,8 @@ from beam_llm import metrics
 from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.channel import Channel, Result
 from beam_llm.config import ChatConfig
-from beam_llm.driver import Driver, acquire_driver, release_driver
+from beam_llm.driver import Driver
+from beam_llm.process_drivers import acquire_driver, release_driver
 from beam_llm.progress import COUNTS
 from beam_llm.records import ChatRequest, Completion, FailedRequest, Outcome
 
@@ -81,7 +82,10 @@ class ChatCompletionDoFn(beam.DoFn):
         self._channel = None
 
     def teardown(self) -> None:
-        """Leaves the driver; the last user closes the session and ends the thread."""
+        """Leaves the driver, which drops what a failed bundle left; the last user closes it, thread and session."""
+        if self._channel is not None:
+            self._channel.abandon()
+            self._channel = None
         if self._driver is not None:
             release_driver(self._driver)
             self._driver = None

@@ -13,14 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from beam_llm.api_key import read_api_key
 from beam_llm.body import PreparedRequest
 from beam_llm.channel import Channel, Job
 from beam_llm.client import ChatClient
-from beam_llm.config import ChatConfig, read_api_key
+from beam_llm.config import ChatConfig
 from beam_llm.errors import ErrorKind, RunStoppedError, Verdict
 from beam_llm.limits import InFlightLimit
 from beam_llm.process_limits import allow_connections, collect_garbage_less_often
@@ -52,12 +52,13 @@ class Driver:
         self.config = config
         self.unsent_bytes = 0
         self.stopped: str | None = None
+        self._closing = False
         self._queue: deque[Job] = deque()
         self._tasks: dict[asyncio.Task[None], Job] = {}
         self._waiting: set[Channel] = set()
         self._stop_rule = StopRule()
         self._limit = InFlightLimit(min(FIRST_REQUESTS, config.max_in_flight), self._pump)
-        self._api_key = read_api_key(config.api_key_env)
+        self._api_key = read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
         collect_garbage_less_often()
         self._loop = _new_event_loop()
@@ -127,6 +128,7 @@ class Driver:
         return ChatClient(self.config, self._api_key, self._limit, self)
 
     async def _close(self) -> None:
+        self._closing = True  # a run that ends on an error tears its workers down while their bundles still submit
         self._queue.clear()
         for task in list(self._tasks):
             task.cancel()
@@ -136,7 +138,7 @@ class Driver:
             await self._answers.close()
 
     def _accept(self, jobs: list[Job]) -> None:
-        if self.stopped is not None:
+        if self.stopped is not None or self._closing:
             return
         for job in jobs:
             self._weigh(job, job.prepared.body.size)
@@ -262,39 +264,3 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:  # Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-@dataclass(slots=True)
-class _Shared:
-    driver: Driver
-    users: int
-
-
-_LOCK = threading.Lock()
-_DRIVERS: dict[str, _Shared] = {}
-
-
-def acquire_driver(config: ChatConfig) -> Driver:
-    """The process's driver for this config, made at first use. Give it back with `release_driver`.
-
-    Raises:
-        ConfigError: The key cannot be sent in a header.
-    """
-    key = config.key()
-    with _LOCK:
-        if key not in _DRIVERS:
-            _DRIVERS[key] = _Shared(Driver(config), 0)
-        _DRIVERS[key].users += 1
-        return _DRIVERS[key].driver
-
-
-def release_driver(driver: Driver) -> None:
-    """One user less; the last one closes it."""
-    key = driver.config.key()
-    with _LOCK:
-        shared = _DRIVERS[key]
-        shared.users -= 1
-        if shared.users > 0:
-            return
-        del _DRIVERS[key]
-    shared.driver.close()

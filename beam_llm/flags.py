@@ -72,6 +72,7 @@ class ChatOptions(argparse.Namespace):
     output: str | None
     input_format: str | None
     output_format: str | None
+    ordered: bool
     prompt: str | None
     system_prompt: str | None
     image_column: list[str] | None
@@ -79,6 +80,7 @@ class ChatOptions(argparse.Namespace):
     base_url: list[str] | None
     model: str | None
     api_key_env: str
+    api_key_secret: str | None
     dialect: str
     temperature: float | None
     top_p: float | None
@@ -136,12 +138,15 @@ def parse_flags(argv: list[str]) -> tuple[ChatOptions, PipelineOptions]:
     known = set(re.findall(r"--\w+", parser.format_usage()))
 
     def look(beam_parser: argparse.ArgumentParser) -> None:
+        beam_parser.exit_on_error = False  # it would print all 150 of its flags before the one error
         unknown.extend(beam_parser.parse_known_args(rest)[1])
         known.update(re.findall(r"--\w+", beam_parser.format_usage()))
 
     logging.disable(logging.WARNING)  # Beam would also log every unknown flag as "discarded"
     try:
         beams.get_all_options(add_extra_args_fn=look)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from error
     finally:
         logging.disable(logging.NOTSET)
     if unknown:
@@ -153,9 +158,10 @@ def _unknown_flag(word: str, known: set[str]) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag: flags are written --name=value"
     flag = word.split("=", 1)[0]
-    if meant := _ELSEWHERE.get(flag.lstrip("-").replace("-", "_")):
+    name = "--" + flag.lstrip("-").replace("-", "_")
+    near = difflib.get_close_matches(name, sorted(known | {f"--{other}" for other in _ELSEWHERE}), n=1)
+    if near and (meant := _ELSEWHERE.get(near[0].removeprefix("--"))):
         return f"unknown flag {flag}: {meant}"
-    near = difflib.get_close_matches("--" + flag.lstrip("-").replace("-", "_"), sorted(known), n=1)
     return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help shows every flag")
 
 
@@ -164,6 +170,7 @@ def _add_files(add: Callable[..., Any]) -> None:
     add("--output", metavar="FOLDER", help="gets completed-*, failed-* and summary.json; local or gs://")
     add("--input_format", choices=["openai_batch", "rows"], help="default: by the first line")
     add("--output_format", choices=["openai_batch", "rows"], help="default: as the input")
+    add("--ordered", action="store_true", help="shards whose names and lines, in order, follow the input")
 
 
 def _add_rows(add: Callable[..., Any]) -> None:
@@ -182,6 +189,7 @@ def _add_endpoint(add: Callable[..., Any]) -> None:
     )
     add("--model", help="model of requests that name none")
     add("--api_key_env", default="OPENAI_API_KEY", metavar="NAME", help="variable that holds the key (OPENAI_API_KEY)")
+    add("--api_key_secret", metavar="NAME", help="in Secret Manager: projects/P/secrets/S/versions/V")
     add(
         "--dialect", default="generic", choices=[d.value for d in Dialect], help="whose body fields are meant (generic)"
     )
@@ -229,8 +237,8 @@ def _add_run(add: Callable[..., Any]) -> None:
         "--response_store",
         default="auto",
         metavar="URL",
-        help="finished answers are kept there, so that a rerun asks only what is missing: sqlite:///file.db, redis://…, "
-        "gs://bucket/prefix/ or none; auto (default): in the output folder",
+        help="finished answers are kept there, so that a rerun asks only what is missing: sqlite:///file.db, "
+        "redis://…, gs://bucket/prefix/ or none; auto (default): in the output folder",
     )
     add("--store_namespace", default="", metavar="TEXT", help="part of the store's key; keeps jobs apart")
     add("--limit", type=int, metavar="N", help="only the first N rows")

@@ -17,6 +17,7 @@ from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.formats import openai_batch, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object
 from beam_llm.lines import FileRange, InputError, Line, match_files, plan_ranges, read_lines
+from beam_llm.ordered import WriteOrderedShards
 from beam_llm.progress import COUNTS, report_progress
 from beam_llm.records import ChatRequest, FailedRequest, Origin, Outcome
 from beam_llm.transforms import ChatResults
@@ -108,10 +109,10 @@ class _ReadLines(beam.DoFn):
                 COUNTS.rows += 1
                 COUNTS.bytes_read += line.weight
                 metrics.count(metrics.ROWS)
-                yield self._request(line, Origin(part.file, line.offset))
+                yield self._request(line, Origin(part.file, line.offset, part.shard))
         except InputError as error:
             # The rows behind the damage are unknown; one record says so, and the rows before it are kept.
-            origin = Origin(part.file, part.end or 0)
+            origin = Origin(part.file, error.offset, part.shard)
             metrics.count(metrics.ROWS)
             yield FailedRequest(f"{part.file}:damaged", ErrorKind.BAD_INPUT, str(error), origin=origin)
 
@@ -145,27 +146,29 @@ class WriteResults(beam.PTransform):
     Args:
         output: Folder, local or of any file system that Beam knows.
         output_format: How a record becomes a line.
+        ordered: One shard for each range that was read, whose names and lines follow the input; see `ordered`.
+            Else one shard a bundle, lines as they finish.
     """
 
-    def __init__(self, output: str, output_format: Format) -> None:
+    def __init__(self, output: str, output_format: Format, *, ordered: bool = False) -> None:
         super().__init__()
         self._output = output
-        self._output_format = output_format
+        self._to_line = _WRITERS[output_format]
+        self._ordered = ordered
 
     def expand(self, results: ChatResults) -> None:
-        """One sink for each output; the number of shards is left to the runner, which keeps the sinks fused."""
+        """One sink for each output, fused with what is before it."""
         for name, outcomes in results._asdict().items():
-            _ = (
-                outcomes
-                | f"Format_{name}" >> beam.Map(_WRITERS[self._output_format]).with_output_types(bytes)
-                | f"Write_{name}"
-                >> WriteToText(
-                    FileSystems.join(self._output, name),
-                    file_name_suffix=".jsonl",
-                    coder=BytesCoder(),
-                    skip_if_empty=True,
-                )
-            )
+            if self._ordered:
+                _ = outcomes | f"Write_{name}" >> beam.ParDo(WriteOrderedShards(self._output, name, self._to_line))
+            else:
+                lines = outcomes | f"Format_{name}" >> beam.Map(self._to_line).with_output_types(bytes)
+                _ = lines | f"Write_{name}" >> self._text_sink(name)
+
+    def _text_sink(self, name: str) -> beam.PTransform:
+        # The number of shards is left to the runner: naming one would put every record through a shuffle.
+        prefix = FileSystems.join(self._output, name)
+        return WriteToText(prefix, file_name_suffix=".jsonl", coder=BytesCoder(), skip_if_empty=True)
 
 
 class StaleResults:

@@ -12,6 +12,7 @@ from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
 
 from beam_llm.errors import BeamLLMError
+from beam_llm.records import Shard
 
 _MIN_RANGE, _MAX_RANGE = 16 << 10, 64 << 20
 _RANGES = 256
@@ -22,16 +23,29 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class InputError(BeamLLMError):
-    """An input file that cannot be read as a whole; the message names it."""
+    """An input file that cannot be read as a whole; the message names it.
+
+    Args:
+        message: What is wrong with which file.
+        offset: Where the part begins that cannot be read.
+    """
+
+    def __init__(self, message: str, offset: int = 0) -> None:
+        super().__init__(message)
+        self.offset = offset
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """The lines of `file` that begin at `start` or later and before `end`; None = up to the end of the file."""
+    """The lines of `file` that begin at `start` or later and before `end`; None = up to the end of the file.
+
+    `shard` is its place among the ranges of the whole input.
+    """
 
     file: str
     start: int = 0
     end: int | None = None
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,8 @@ def plan_ranges(files: list[tuple[str, int]], limit: int | None = None) -> list[
     """
     whole = [FileRange(path, 0, size) for path, size in files] if limit is None else _first_rows(files, limit)
     size = min(_MAX_RANGE, max(_MIN_RANGE, sum(part.end or 0 for part in whole) // _RANGES))
-    return [part for one in whole for part in _split(one, size, cut=limit is not None)]
+    parts = [part for one in whole for part in _split(one, size, cut=limit is not None)]
+    return [replace(part, shard=Shard(i, len(parts))) for i, part in enumerate(parts)]
 
 
 def _split(whole: FileRange, size: int, cut: bool) -> list[FileRange]:
@@ -160,7 +175,8 @@ def _gzip_lines(part: FileRange, raw: IO[bytes]) -> Iterator[Line]:
                     read = position
                 offset += len(data)
     except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{part.file}: the gzip file is cut off or damaged behind byte {offset}: {error}") from error
+        message = f"{part.file}: the gzip file is cut off or damaged behind byte {offset}: {error}"
+        raise InputError(message, offset) from error
 
 
 def _content(offset: int, data: bytes) -> bytes:

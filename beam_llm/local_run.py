@@ -11,10 +11,15 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+import grpc
+
 from beam_llm.errors import BeamLLMError, RunStoppedError
 
 _WORKER_THREAD = "run_worker"
 """Name of the thread in which Beam waits for a worker process (local_job_service.py, SubprocessSdkWorker)."""
+
+_CONNECTION_THREADS = ("beam_control_read", "read_grpc_client_inputs")
+"""Threads in which Beam reads what worker processes send; they raise when one is gone, of which we tell in one line."""
 
 
 _HARMLESS = (
@@ -22,8 +27,9 @@ _HARMLESS = (
     "Discarding unparseable args",
     "existing files in target path",
     "No shards found to finalize",
+    "Failed to read inputs in the data plane",
 )
-"""What Beam's local workers warn of in every run, and nobody can or need do anything about."""
+"""What Beam warns of in every local run, or says of a worker's end besides our own message."""
 
 _OWN_ERROR = re.compile(r"^beam_llm\.[\w.]*Error: (.+?)(?: \[while running .*\])?$", re.MULTILINE)
 """An error of ours in a traceback that came from a worker, without what Beam adds to it."""
@@ -48,10 +54,11 @@ def shorten_worker_logs() -> None:
     An error of ours that ends the run is told in one line by the command, not in Beam's six nested tracebacks as well.
     """
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_shorten)
+        handler.addFilter(shorten_record)
 
 
-def _shorten(record: logging.LogRecord) -> bool:
+def shorten_record(record: logging.LogRecord) -> bool:
+    """A log filter: makes a record of Beam's readable in place; False for one that says nothing new."""
     text = record.getMessage()
     if found := _LOG_MESSAGE.search(text):
         text = found[1].replace("\\n", "\n").replace('\\"', '"').replace("\\'", "'")
@@ -110,7 +117,10 @@ class MainThreadStop:
             raise self._error
 
     def _watch_thread(self, args: threading.ExceptHookArgs) -> None:
-        if args.thread is None or _WORKER_THREAD not in args.thread.name:
+        name = args.thread.name if args.thread is not None else ""
+        if name in _CONNECTION_THREADS and isinstance(args.exc_value, grpc.RpcError):
+            return
+        if _WORKER_THREAD not in name:
             self._previous_hook(args)
         elif self._error is None:
             self.stop(

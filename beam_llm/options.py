@@ -47,6 +47,7 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
         base_urls=urls,
         model=options.model,
         api_key_env=options.api_key_env,
+        api_key_secret=options.api_key_secret,
         dialect=Dialect(options.dialect),
         sampling=_sampling(options),
         system_prompt=options.system_prompt,

@@ -32,6 +32,16 @@ def allow_connections(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 
+def most_connections() -> int | None:
+    """Connections for which `allow_connections` can make room; None = any number."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else max(1, hard - _OTHER_FILES)
+
+
 _GC_THRESHOLD = 20_000
 """New objects between two collections. Python's default of 700 is made for programs that keep little: with a thousand
 open requests beside all that Beam has loaded, collections took 45 % of the CPU of a short request."""

@@ -13,11 +13,26 @@ CHAT_COMPLETIONS = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of the `count` byte ranges of the whole input, in its order, from 0."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row stands: `file` and the byte `offset` of its first byte (uncompressed bytes for `.gz`)."""
+    """Where a row stands.
+
+    Args:
+        file: Path.
+        offset: Of its first byte; in uncompressed bytes for `.gz`.
+        shard: The range that it was read in; None if it was not read by ranges.
+    """
 
     file: str
     offset: int
+    shard: Shard | None = None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.offset}"

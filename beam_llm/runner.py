@@ -12,6 +12,7 @@ from apache_beam.options.pipeline_options import (
     StreamingOptions,
     WorkerOptions,
 )
+from apache_beam.runners import create_runner
 
 from beam_llm.errors import ConfigError
 
@@ -30,12 +31,13 @@ def settle_runner(options: PipelineOptions) -> int | None:
         The number of worker processes of a local run; None for a runner that has its own.
 
     Raises:
-        ConfigError: A runner that loses elements, or a number of workers below 1.
+        ConfigError: A runner that does not exist or loses elements, or a number of workers below 1.
     """
     runner = _runner_name(options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0])
     if runner == "DaskRunner":
         raise ConfigError("runner=DaskRunner: Beam's Dask runner loses elements of tagged outputs; use DirectRunner")
     if runner not in LOCAL_RUNNERS:
+        _check_runner(runner)
         return None
     asked = options.view_as(WorkerOptions).num_workers
     workers = min(os.cpu_count() or 1, _MAX_LOCAL_WORKERS) if asked is None else int(asked)
@@ -48,6 +50,14 @@ def settle_runner(options: PipelineOptions) -> int | None:
     direct.direct_num_workers = workers
     direct.direct_running_mode = "multi_processing" if workers > 1 else "in_memory"
     return workers
+
+
+def _check_runner(name: str) -> None:
+    """Makes the runner, as Beam will when the pipeline is built, to find out whether it can be made."""
+    try:
+        create_runner(name)
+    except (ValueError, ImportError, AttributeError) as error:  # unknown, its extra is not installed, no such class
+        raise ConfigError(f"runner={name}: {error}") from error
 
 
 def _runner_name(given: str) -> str:

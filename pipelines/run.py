@@ -18,7 +18,8 @@ import orjson
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from beam_llm.config import ChatConfig, read_api_key
+from beam_llm.api_key import read_api_key
+from beam_llm.config import ChatConfig
 from beam_llm.errors import BeamLLMError, ConfigError
 from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
 from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, detect_format
@@ -111,7 +112,7 @@ def _endpoints(chat: ChatOptions, stack: ExitStack) -> tuple[str, ...]:
 def _check(config: ChatConfig, run: _Run) -> None:
     """What every worker would run into, found before the first of them starts."""
     if run.processes is not None and not run.chat.validate_only:
-        read_api_key(config.api_key_env)
+        read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
         if config.response_store is not None:
             asyncio.run(try_store(config.response_store))
@@ -140,7 +141,8 @@ def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
     pipeline = beam.Pipeline(options=run.options)
     requests = pipeline | "ReadRequests" >> ReadRequests(run.patterns, run.input_format, run.chat.limit)
     ask = ValidateRequests(config) if run.chat.validate_only else ChatCompletion(config)
-    _ = requests | "ChatCompletion" >> ask | "WriteResults" >> WriteResults(run.output, run.output_format)
+    write = WriteResults(run.output, run.output_format, ordered=run.chat.ordered)
+    _ = requests | "ChatCompletion" >> ask | "WriteResults" >> write
     return pipeline
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from beam_llm.config import ChatConfig, read_api_key
+from beam_llm.api_key import read_api_key
+from beam_llm.config import ChatConfig
 from beam_llm.errors import ConfigError
 from beam_llm.sampling import Dialect, SamplingParams
 
@@ -166,3 +167,12 @@ def test_the_key_is_not_part_of_the_config(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_stream_for_every_request_is_refused_at_construction() -> None:
     with pytest.raises(ConfigError, match="stream"):
         ChatConfig(base_urls=("http://h",), sampling=SamplingParams(extra_body={"stream": True}))
+
+
+@pytest.mark.parametrize("reference", ["projects/p/secrets/s/versions/1", "type:GcpSecret;name:s", "type:Nope;x:y"])
+def test_a_secret_that_cannot_be_read_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch, reference: str) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-from-the-variable")
+    with pytest.raises(ConfigError, match="api_key_secret=") as refused:
+        read_api_key("OPENAI_API_KEY", reference)
+    assert reference in str(refused.value)

@@ -12,8 +12,9 @@ from aiohttp import web
 from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.channel import Channel
 from beam_llm.config import ChatConfig
-from beam_llm.driver import Driver, acquire_driver, release_driver
+from beam_llm.driver import Driver
 from beam_llm.errors import ErrorKind, RunStoppedError
+from beam_llm.process_drivers import acquire_driver, release_driver
 from beam_llm.records import ChatRequest, Completion, FailedRequest, Outcome
 from beam_llm.retry import RetryPolicy
 from tests.endpoint import ScriptedEndpoint, answer, echo, last_text

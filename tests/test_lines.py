@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from beam_llm import lines
 from beam_llm.lines import FileRange, InputError, is_gzip, match_files, plan_ranges, read_lines
+from beam_llm.records import Shard
 
 BOM = b"\xef\xbb\xbf"
 Found = list[tuple[int, bytes]]
@@ -187,7 +188,10 @@ def test_a_large_file_is_split_into_ranges_of_even_size_without_gaps(tmp_path: P
 
 def test_many_files_make_no_more_ranges_than_are_worth_shuffling() -> None:
     parts = plan_ranges([("/nowhere/a.jsonl.gz", 1 << 40), ("/nowhere/b.jsonl.gz", 5)])
-    assert parts == [FileRange("/nowhere/a.jsonl.gz"), FileRange("/nowhere/b.jsonl.gz")]
+    assert parts == [
+        FileRange("/nowhere/a.jsonl.gz", shard=Shard(0, 2)),
+        FileRange("/nowhere/b.jsonl.gz", shard=Shard(1, 2)),
+    ]
 
 
 def test_limit_reads_no_file_behind_the_last_row_wanted(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def encode_image(source: bytes | Image.Image, policy: ImagePolicy, name: str = "
         RequestError: It is no picture, it is broken, or it cannot be brought within the limits.
     """
     try:
-        data = _file_bytes(source) if isinstance(source, Image.Image) else source
+        data = file_bytes(source) if isinstance(source, Image.Image) else source
         plain = inspect_file(data) if data is not None else None
         if data is not None and plain is not None and _may_pass(plain, policy):
             whole = data if plain.size == len(data) else data[: plain.size]
@@ -183,7 +183,7 @@ def _may_pass(plain: PlainFile, policy: ImagePolicy) -> bool:
     return fits and wanted and plain.image_format in policy.passthrough_formats
 
 
-def _file_bytes(image: Image.Image) -> bytes | None:
+def file_bytes(image: Image.Image) -> bytes | None:
     """The file behind a PIL image that has not been loaded; None once its pixels may have been changed."""
     file = getattr(image, "fp", None)
     is_lazy = bool(getattr(image, "tile", None)) or getattr(image, "_im", image) is None
