@@ -6,20 +6,23 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import aiohttp
 from yarl import URL
 
-from beam_llm.body import Body, BodyBuilder, PreparedRequest
+from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.classify import classify_response
 from beam_llm.config import ChatConfig
 from beam_llm.connection import OneShotPayload, open_session, proxy_for
-from beam_llm.endpoints import Endpoint, EndpointPool
+from beam_llm.course import Attempt, Course, Weigh
+from beam_llm.endpoints import Endpoint, EndpointPool, Lease
 from beam_llm.errors import ErrorKind, Verdict, classify_exception
-from beam_llm.limits import InFlightLimit, RateLimit
-from beam_llm.records import Completion, FailedRequest, Outcome
+from beam_llm.limits import InFlightLimit
+from beam_llm.pacing import Pacer, estimate_tokens
+from beam_llm.records import FailedRequest, Outcome
 from beam_llm.retry import next_delay, parse_retry_after
 
 _HEADERS = {"Content-Type": "application/json"}
@@ -35,41 +38,14 @@ class AttemptObserver(Protocol):
         """A try ended."""
 
 
-Weigh = Callable[[int], None]
-"""Told how many bytes of a request's body are held and not yet written."""
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """What one try brought."""
-
-    verdict: Verdict
-    answer: dict[str, Any] | None = None
-    status_code: int | None = None
-    request_id: str | None = None
-    retry_after_s: float | None = None
-    latency_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class _Course:
-    """One request's way through its attempts."""
-
-    prepared: PreparedRequest
-    body: Body
-    weigh: Weigh
-    started_s: float
-    attempts: int = 0
-    retried: list[ErrorKind] = field(default_factory=list)
-
-
 class ChatClient:
     """Sends requests over one session. Lives on one event loop.
 
     Args:
         config: Where and how.
         api_key: Bearer token; None sends none.
-        limit: The process's in-flight limit. The caller takes a slot before `complete`, which gives it back.
+        limit: The process's in-flight limit. The caller takes a slot before `complete`, which gives it back. It is
+            lowered here to what the endpoints can take.
         observer: Told of every try.
         clock: Seconds, monotonic.
         rng: For jitter.
@@ -90,8 +66,9 @@ class ChatClient:
         self._observer = observer
         self._clock = clock
         self._rng = rng or random.Random()
-        self._rate = RateLimit(config.requests_per_minute)
-        self._endpoints = EndpointPool(config.base_urls)
+        self._pacer = Pacer(config.requests_per_minute, config.tokens_per_minute, limit.throttle, clock)
+        self._endpoints = EndpointPool(config.base_urls, limit)
+        self._reopening: asyncio.TimerHandle | None = None
         self._builder = BodyBuilder(config)
         self._targets: dict[str, tuple[URL, URL | None]] = {}
         self._session = open_session(
@@ -101,12 +78,19 @@ class ChatClient:
             api_key=api_key,
         )
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """The endpoints with their counts of tries."""
+        return self._endpoints.endpoints
+
     async def close(self) -> None:
         """Closes the session and its connections."""
+        if self._reopening is not None:
+            self._reopening.cancel()
         await self._session.close()
 
     async def complete(self, prepared: PreparedRequest, weigh: Weigh) -> Outcome:
-        """One request through its attempts. Holds a slot while it is open, none while it waits to try again.
+        """One request through its tries. Holds a slot while it is open, none while it waits to try again.
 
         Args:
             prepared: The request with its first body.
@@ -115,37 +99,102 @@ class ChatClient:
         Returns:
             The answer, or why there is none. Never raises for what a server or a network can do.
         """
-        course = _Course(prepared, prepared.body, weigh, self._clock())
-        while True:
-            endpoint = self._endpoints.take()
-            try:
-                if isinstance(attempt := await self._attempt(course, endpoint), FailedRequest):
-                    return attempt
-            finally:
-                self._endpoints.release(endpoint)
-                self._limit.release()
-            self._observer.judged(attempt.verdict)
-            delay_s = None if attempt.verdict.kind is None else self._next_delay(course, attempt)
-            if delay_s is None:
-                return self._outcome(course, attempt, endpoint)
-            course.retried.append(_kind(attempt.verdict))
+        course = Course(prepared, prepared.body, weigh)
+        if self._pacer.counts_tokens:
+            course.tokens = self._estimate(prepared)
+        try:
+            ready = await self._make_ready(course)
+            while isinstance(ready, Lease):
+                attempt = await self._try(course, ready)
+                delay_s = None if attempt.verdict.kind is None else self._next_delay(course, attempt)
+                again = None if delay_s is None else await self._make_ready_in_time(course, delay_s)
+                if again is None:
+                    return course.outcome(attempt)
+                course.retried.append(attempt.kind)
+                ready = again
+            return replace(ready, attempts=course.attempts, retried=tuple(course.retried))
+        finally:
+            self._give_slot_back(course)
+
+    # What a try needs.
+
+    async def _make_ready(self, course: Course, delay_s: float = 0.0) -> Lease | FailedRequest:
+        """After the delay, gets what a try needs: a slot, a body, its turn by the rate limits, an endpoint."""
+        if delay_s > 0:
             await asyncio.sleep(delay_s)
-            await self._limit.retake()
+        while True:
+            if not course.holds_slot:
+                await self._limit.retake()
+                course.holds_slot = True
+            if course.body.data is None and (failed := await self._build_again(course)) is not None:
+                return failed
+            if self._pacer.limits:
+                await self._pacer.wait(course.tokens, returning=course.attempts > 0)
+            if (lease := self._endpoints.take(self._clock(), course.endpoint)) is not None:
+                return lease
+            self._adapt()
+            self._give_slot_back(course)
 
-    async def _pace(self) -> None:
-        if (wait_s := self._rate.reserve(self._clock())) > 0:
-            await asyncio.sleep(wait_s)
+    async def _make_ready_in_time(self, course: Course, delay_s: float) -> Lease | FailedRequest | None:
+        """As `_make_ready`; None if the deadline is over before that."""
+        if course.ends_s is None:
+            return await self._make_ready(course, delay_s)
+        try:
+            return await asyncio.wait_for(self._make_ready(course, delay_s), course.ends_s - self._clock())
+        except asyncio.TimeoutError:
+            return None
 
-    async def _attempt(self, course: _Course, endpoint: Endpoint) -> _Attempt | FailedRequest:
-        await self._pace()
-        if course.body.data is None and (failed := await self._build_again(course)) is not None:
-            return failed
+    async def _build_again(self, course: Course) -> FailedRequest | None:
+        loop = asyncio.get_running_loop()
+        again = await loop.run_in_executor(None, self._builder.prepare, course.prepared.request)
+        if isinstance(again, FailedRequest):
+            return again
+        course.body = again.body
+        course.weigh(again.body.size)
+        return None
+
+    def _give_slot_back(self, course: Course) -> None:
+        if course.holds_slot:
+            course.holds_slot = False
+            self._limit.release()
+
+    def _adapt(self) -> None:
+        """Fits the in-flight limit to the endpoints, now and when the next one opens again."""
+        now_s = self._clock()
+        self._endpoints.adapt(now_s)
+        if self._reopening is not None:
+            self._reopening.cancel()
+            self._reopening = None
+        if (wait_s := self._endpoints.opens_in_s(now_s)) is not None:
+            self._reopening = asyncio.get_running_loop().call_later(max(wait_s, 0.001), self._adapt)
+
+    # One try.
+
+    async def _try(self, course: Course, lease: Lease) -> Attempt:
+        """Sends the request, lets the endpoint and the slot go, and tells everyone what came of it."""
         course.attempts += 1
-        body = OneShotPayload(course.body, on_written=lambda: course.weigh(0))
+        course.endpoint = lease.endpoint
+        if course.ends_s is None and self._config.deadline_s is not None:
+            course.ends_s = lease.taken_s + self._config.deadline_s
+        try:
+            attempt = await self._send(course, lease)
+            if self._endpoints.judged(lease, attempt.verdict, attempt.retry_after_s, self._clock()):
+                attempt.retry_after_s = None  # the pause holds this request back too, or another endpoint takes it
+        finally:
+            self._endpoints.release(lease)
+            if self._endpoints.strained:
+                self._adapt()
+            self._give_slot_back(course)
+        if self._pacer.counts_tokens:
+            self._settle(course, attempt)
+        self._observer.judged(attempt.verdict)
+        return attempt
+
+    async def _send(self, course: Course, lease: Lease) -> Attempt:
+        body = OneShotPayload(course.body, on_written=partial(self._written, course, lease))
         path = course.prepared.request.path
-        url, proxy = self._target(endpoint, path)
-        started_s = self._clock()
-        timeout = self._timeout(course, started_s)
+        url, proxy = self._target(lease.endpoint, path)
+        timeout = self._timeout(course, lease.taken_s)
         self._observer.started()
         try:
             async with self._session.post(
@@ -160,15 +209,21 @@ class ChatClient:
                 verdict, answer = classify_response(
                     response.status, raw, path=path, should_retry=response.headers.get("x-should-retry")
                 )
-                attempt = _Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
+                attempt = Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
                 if verdict.kind is not None:
-                    attempt.retry_after_s = parse_retry_after(response.headers, time.time())
+                    attempt.retry_after_s = self._told(parse_retry_after(response.headers, time.time()))
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            attempt = _Attempt(classify_exception(error, sent=body.written, timeout=timeout))
+            attempt = Attempt(self._judge(course, classify_exception(error, sent=body.written, timeout=timeout)))
         finally:
             course.weigh(0)
-        attempt.latency_ms = (self._clock() - started_s) * 1000
+        attempt.latency_ms = (self._clock() - lease.taken_s) * 1000
         return attempt
+
+    def _written(self, course: Course, lease: Lease) -> None:
+        course.weigh(0)
+        if lease.endpoint.probe is lease:
+            lease.endpoint.reached(lease)
+            self._adapt()
 
     def _target(self, endpoint: Endpoint, path: str) -> tuple[URL, URL | None]:
         text = endpoint.url(path)
@@ -177,18 +232,27 @@ class ChatClient:
             self._targets[text] = url, proxy_for(url)
         return self._targets[text]
 
-    def _timeout(self, course: _Course, now_s: float) -> aiohttp.ClientTimeout:
+    def _timeout(self, course: Course, now_s: float) -> aiohttp.ClientTimeout:
         timeout = self._session.timeout
-        if self._config.deadline_s is None:
+        if course.ends_s is None:
             return timeout
-        left_s = max(0.001, course.started_s + self._config.deadline_s - now_s)
+        left_s = max(0.001, course.ends_s - now_s)
         return aiohttp.ClientTimeout(
             total=min(left_s, timeout.total or left_s), sock_connect=timeout.sock_connect, sock_read=timeout.sock_read
         )
 
-    def _next_delay(self, course: _Course, attempt: _Attempt) -> float | None:
+    def _judge(self, course: Course, verdict: Verdict) -> Verdict:
+        """A try that ran into the deadline, and not into a limit of its own, says so."""
+        if verdict.kind is not ErrorKind.TIMEOUT or course.ends_s is None or self._clock() < course.ends_s - 0.005:
+            return verdict
+        text = f"deadline_s={self._config.deadline_s:g} was over: {verdict.message}"
+        return replace(verdict, kind=ErrorKind.DEADLINE, retryable=False, message=text)
+
+    def _told(self, retry_after_s: float | None) -> float | None:
+        return None if retry_after_s is None else min(retry_after_s, self._config.retry.max_retry_after_s)
+
+    def _next_delay(self, course: Course, attempt: Attempt) -> float | None:
         kinds = [*course.retried, attempt.verdict.kind]
-        deadline_s = self._config.deadline_s
         return next_delay(
             attempt.verdict,
             course.attempts,
@@ -196,51 +260,17 @@ class ChatClient:
             self._config.retry,
             self._rng,
             disconnects=kinds.count(ErrorKind.DISCONNECTED),
-            remaining_s=None if deadline_s is None else course.started_s + deadline_s - self._clock(),
+            remaining_s=None if course.ends_s is None else course.ends_s - self._clock(),
         )
 
-    async def _build_again(self, course: _Course) -> FailedRequest | None:
-        loop = asyncio.get_running_loop()
-        again = await loop.run_in_executor(None, self._builder.prepare, course.prepared.request)
-        if isinstance(again, FailedRequest):
-            return replace(again, attempts=course.attempts, retried=tuple(course.retried))
-        course.body = again.body
-        course.weigh(again.body.size)
-        return None
+    # Tokens per minute.
 
-    def _outcome(self, course: _Course, attempt: _Attempt, endpoint: Endpoint) -> Outcome:
-        request = course.prepared.request
-        verdict = attempt.verdict
-        if verdict.kind is None and attempt.answer is not None:
-            return Completion(
-                custom_id=request.custom_id,
-                body=attempt.answer,
-                status_code=attempt.status_code or 200,
-                request_id=attempt.request_id,
-                attempts=course.attempts,
-                latency_ms=attempt.latency_ms,
-                endpoint=endpoint.base_url,
-                context=request.context,
-                origin=request.origin,
-                retried=tuple(course.retried),
-                request_bytes=course.body.size,
-            )
-        return FailedRequest(
-            custom_id=request.custom_id,
-            kind=_kind(verdict),
-            message=verdict.message,
-            status_code=attempt.status_code,
-            body=verdict.excerpt,
-            request_id=attempt.request_id,
-            attempts=course.attempts,
-            latency_ms=attempt.latency_ms,
-            endpoint=endpoint.base_url,
-            context=request.context,
-            origin=request.origin,
-            retried=tuple(course.retried),
-            request_bytes=course.body.size,
-        )
+    def _estimate(self, prepared: PreparedRequest) -> float:
+        default = self._config.sampling.max_tokens
+        return estimate_tokens(prepared.request.body, prepared.body.size, prepared.images, default)
 
-
-def _kind(verdict: Verdict) -> ErrorKind:
-    return verdict.kind or ErrorKind.INVALID_RESPONSE
+    def _settle(self, course: Course, attempt: Attempt) -> None:
+        """What the server counted takes the place of the estimate; without a count the estimate stays."""
+        used = 0 if attempt.verdict.kind is ErrorKind.CONNECT else attempt.total_tokens()
+        if used is not None:
+            self._pacer.settle(course.tokens, used)

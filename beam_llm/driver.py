@@ -154,12 +154,13 @@ class Driver:
 
     def _pump(self) -> None:
         """Starts queued requests while slots are free."""
-        while self._queue and self._limit.free and len(self._tasks) < _LIVE_PER_SLOT * self._limit.maximum:
-            job = self._queue.popleft()
-            if job.channel.abandoned:
-                self._weigh(job, 0)
+        while self._queue and len(self._tasks) < _LIVE_PER_SLOT * self._limit.ceiling:
+            if self._queue[0].channel.abandoned:
+                self._weigh(self._queue.popleft(), 0)
                 continue
-            self._limit.take()
+            if not self._limit.try_take():
+                break
+            job = self._queue.popleft()
             task = self._loop.create_task(self._run(job))
             self._tasks[task] = job
             task.add_done_callback(self._ended)
@@ -208,9 +209,8 @@ class Driver:
 
     def _open_limit(self) -> None:
         refused = self._stop_rule.refusals
-        if self._limit.maximum < self.config.max_in_flight and (self._stop_rule.answered or not refused):
-            self._limit.maximum = self.config.max_in_flight
-            self._pump()
+        if self._limit.ceiling < self.config.max_in_flight and (self._stop_rule.answered or not refused):
+            self._limit.raise_ceiling(self.config.max_in_flight)
 
     def _stop(self) -> None:
         if self.stopped is None:

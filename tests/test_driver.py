@@ -146,13 +146,13 @@ def test_unsent_bytes_limit_what_is_taken_in(echoing: ScriptedEndpoint) -> None:
 
 
 def test_a_request_that_waits_to_try_again_holds_no_slot() -> None:
-    """One row is told to wait 1 s; with one slot, the others are answered meanwhile."""
+    """One row is told to wait 0.5 s; with one slot, the others are answered meanwhile."""
     refused: list[str] = []
 
     async def once(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if last_text(body) == "later" and not refused:
             refused.append("later")
-            return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "1"})
+            return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "0.5"})
         return answer("ok")
 
     with ScriptedEndpoint(once) as endpoint:

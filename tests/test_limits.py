@@ -1,22 +1,32 @@
-"""The in-flight limit and the rate limit."""
+"""The in-flight limit, the share of it that an endpoint can bear, and the time in which requests were held back."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beam_llm.limits import InFlightLimit, RateLimit
+from beam_llm.limits import EARLY_LOOK_S, LOOK_S, AdaptiveShare, InFlightLimit, Throttle
 
 NOW_S = 1_000_000.0
+
+
+@dataclass
+class Clock:
+    now_s: float = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def full_limit(maximum: int) -> InFlightLimit:
     limit = InFlightLimit(maximum)
     for _ in range(maximum):
-        limit.take()
+        assert limit.try_take()
     return limit
 
 
@@ -28,8 +38,7 @@ async def turn_the_loop() -> None:
 def test_free_slots_are_counted_down_and_up() -> None:
     limit = InFlightLimit(2)
     assert (limit.free, limit.open) == (2, 0)
-    limit.take()
-    limit.take()
+    assert [limit.try_take() for _ in range(3)] == [True, True, False]
     assert (limit.free, limit.open, limit.peak) == (0, 2, 2)
     limit.release()
     assert (limit.free, limit.open, limit.peak) == (1, 1, 2)
@@ -37,7 +46,7 @@ def test_free_slots_are_counted_down_and_up() -> None:
 
 def test_a_lowered_maximum_leaves_nothing_free_until_enough_have_gone() -> None:
     limit = full_limit(3)
-    limit.maximum = 1
+    limit.adapt(1)
     assert limit.free == 0
     for free in (0, 0, 1):
         limit.release()
@@ -75,16 +84,14 @@ def test_returning_requests_go_before_new_ones_in_their_order() -> None:
     asyncio.run(run())
 
 
-def test_a_raised_maximum_keeps_slots_for_returning_requests() -> None:
+def test_a_raised_ceiling_lets_returning_requests_in_first() -> None:
     async def run() -> None:
         limit = full_limit(1)
         returning = [asyncio.create_task(limit.retake()) for _ in range(2)]
         await turn_the_loop()
-        limit.maximum = 4
-        assert limit.free == 1  # of three, two are promised
-        limit.release()
+        limit.raise_ceiling(4)
+        assert (limit.open, limit.free) == (3, 1)
         await asyncio.wait_for(asyncio.gather(*returning), 1)
-        assert (limit.open, limit.free) == (2, 2)
 
     asyncio.run(run())
 
@@ -115,9 +122,8 @@ def test_open_requests_never_exceed_the_maximum_and_all_slots_come_back(steps: l
     async def run() -> None:
         limit, waiting, held = InFlightLimit(maximum), list[asyncio.Task[None]](), 0
         for step in steps:
-            if step == 0 and limit.free:
-                limit.take()
-                held += 1
+            if step == 0:
+                held += limit.try_take()
             elif step == 1:
                 waiting.append(asyncio.create_task(limit.retake()))
             elif step == 2 and held:
@@ -139,37 +145,192 @@ def test_open_requests_never_exceed_the_maximum_and_all_slots_come_back(steps: l
     asyncio.run(run())
 
 
-def test_no_rate_means_no_wait() -> None:
-    limit = RateLimit(None)
-    assert {limit.reserve(NOW_S) for _ in range(1000)} == {0.0}
+@pytest.mark.parametrize(("allowed", "maximum"), [(0, 0), (3, 3), (9, 4), (None, 4)])
+def test_what_is_allowed_now_never_exceeds_the_ceiling(allowed: int | None, maximum: int) -> None:
+    limit = InFlightLimit(4)
+    limit.adapt(allowed)
+    assert sum(limit.try_take() for _ in range(9)) == limit.maximum == maximum
 
 
-def test_starts_are_spread_evenly_once_the_burst_is_gone() -> None:
-    limit = RateLimit(600)  # every 0.1 s, ten saved up
-    waits = [limit.reserve(NOW_S) for _ in range(13)]
-    assert waits[:10] == [0.0] * 10
-    assert waits[10:] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
+def test_a_raised_ceiling_does_not_lift_what_is_allowed_now() -> None:
+    limit = InFlightLimit(16)
+    limit.adapt(8)
+    limit.raise_ceiling(1024)
+    assert limit.maximum == 8
+    limit.adapt(None)
+    assert limit.maximum == 1024
 
 
-def test_idle_time_saves_up_no_more_than_the_burst() -> None:
-    limit = RateLimit(600, burst_s=0.5)
-    for now_s in (NOW_S, NOW_S + 3600):
-        assert [limit.reserve(now_s) == 0 for _ in range(7)] == [True] * 5 + [False] * 2
+def test_a_new_request_that_was_refused_hears_of_room() -> None:
+    freed: list[int] = []
+    limit = InFlightLimit(1, lambda: freed.append(limit.free))
+    limit.adapt(0)
+    assert not limit.try_take()
+    limit.adapt(None)
+    assert freed == [1]
 
 
-def test_a_slow_rate_still_lets_one_start_at_once() -> None:
-    limit = RateLimit(0.5)  # one every two minutes
-    assert limit.reserve(NOW_S) == 0
-    assert limit.reserve(NOW_S) == pytest.approx(120)
-    assert limit.reserve(NOW_S + 240) == pytest.approx(0)
+def test_nothing_is_let_in_while_nothing_is_allowed_and_all_are_afterwards() -> None:
+    async def run() -> None:
+        limit = InFlightLimit(4)
+        limit.adapt(0)
+        returning = [asyncio.create_task(limit.retake()) for _ in range(3)]
+        await turn_the_loop()
+        assert limit.open == 0
+        limit.adapt(None)
+        await asyncio.wait_for(asyncio.gather(*returning), 1)
+        assert limit.open == 3
+
+    asyncio.run(run())
 
 
-@given(st.lists(st.floats(0, 30), min_size=1, max_size=80), st.floats(1, 10_000))
-def test_no_minute_sees_more_starts_than_the_rate_and_the_burst(gaps: list[float], per_minute: float) -> None:
-    limit, now_s, starts = RateLimit(per_minute), NOW_S, []
-    for gap in gaps:
-        now_s += gap
-        starts.append(now_s + limit.reserve(now_s))
-    allowed = per_minute + max(1.0, per_minute / 60) + 1
-    for first in starts:
-        assert sum(first <= start < first + 60 for start in starts) <= allowed
+def test_time_is_throttled_only_while_a_lowered_limit_keeps_someone_waiting() -> None:
+    clock = Clock()
+    throttle = Throttle(clock)
+    limit = InFlightLimit(2, throttle=throttle)
+
+    def seconds_after(seconds: float) -> int:
+        clock.now_s += seconds
+        return throttle.take_seconds()
+
+    assert [limit.try_take() for _ in range(3)] == [True, True, False]
+    assert seconds_after(10) == 0  # full, but the limit is the user's own
+    limit.adapt(1)
+    assert seconds_after(10) == 10  # the request that was refused still waits
+    limit.release()
+    limit.release()
+    assert seconds_after(10) == 0  # on_free has been told: nobody is known to wait
+    limit.adapt(0)
+    assert seconds_after(10) == 0
+    assert not limit.try_take()
+    assert seconds_after(10) == 10
+    limit.adapt(None)
+    assert seconds_after(10) == 0
+
+
+def test_a_waiter_that_gives_up_is_no_longer_held_back() -> None:
+    async def run() -> int:
+        clock = Clock()
+        limit = InFlightLimit(2, throttle=Throttle(clock))
+        limit.adapt(0)
+        returning = asyncio.create_task(limit.retake())
+        await turn_the_loop()
+        clock.now_s += 3
+        returning.cancel()
+        await turn_the_loop()
+        clock.now_s += 5
+        return limit.throttle.take_seconds()
+
+    assert asyncio.run(run()) == 3
+
+
+def test_throttled_time_is_wall_time_in_whole_seconds_and_nothing_is_lost() -> None:
+    clock = Clock()
+    throttle = Throttle(clock)
+    taken = []
+    for _ in range(3):
+        throttle.begin()
+        throttle.begin()  # a second reason at the same time adds nothing
+        clock.now_s += 0.75
+        throttle.end()
+        clock.now_s += 0.75
+        taken.append(throttle.take_seconds())
+        throttle.end()
+        clock.now_s += 100
+    assert taken == [1, 2, 1]
+    assert throttle.take_seconds() == 0
+
+
+def looks(share: AdaptiveShare, count: int, *, refused: int = 0, answered: int = 0, start_s: float = NOW_S) -> float:
+    """That many seconds with these verdicts in each; returns the time after them."""
+    for number in range(count):
+        for verdict in (*[True] * refused, *[False] * answered):
+            share.observe(verdict, start_s + number * LOOK_S, share.allowed(1000), 1000)
+    return start_s + count * LOOK_S
+
+
+def test_a_burst_of_refusals_counts_once() -> None:
+    share = AdaptiveShare()
+    now_s = looks(share, 3, answered=50)
+    for number in range(500):
+        share.observe(True, now_s - 0.001 + number * 1e-6, 1000, 1000)
+    share.observe(True, now_s + 0.9, 1000, 1000)
+    assert 0.5 <= share.share < 0.6  # halved once, less what was answered in the same second
+    assert share.allowed(1000) == int(share.share * 1000)
+
+
+def test_refusals_go_on_cutting_down_to_one_request_and_no_further() -> None:
+    share = AdaptiveShare()
+    looks(share, 5, refused=100)
+    assert share.allowed(1000) < 100
+    looks(share, 50, refused=100, start_s=NOW_S + 5)
+    assert share.allowed(1000) == share.allowed(1) == 1
+
+
+def test_a_share_is_back_after_tens_of_seconds_with_answers() -> None:
+    share = AdaptiveShare()
+    now_s = looks(share, 60, refused=100)
+    grown, seconds = [share.share], 0
+    while share.share < 1:
+        now_s = looks(share, 1, answered=100, start_s=now_s)
+        grown.append(share.share)
+        seconds += 1
+    assert 20 <= seconds <= 40
+    steps = [after - before for before, after in itertools.pairwise(grown)]
+    assert steps[0] < 0.01  # careful at first
+    assert max(steps) < 0.04
+
+
+def test_time_without_answers_does_not_bring_a_share_back() -> None:
+    share = AdaptiveShare()
+    now_s = looks(share, 60, refused=100)
+    low = share.share
+    share.observe(True, now_s + 3600, 1, 1000)
+    assert share.share <= low
+
+
+@pytest.mark.parametrize(("refused", "low", "high"), [(1, 0.99, 1.0), (5, 0.9, 1.0), (20, 0.2, 0.4), (50, 0.05, 0.2)])
+def test_refusals_that_do_not_depend_on_the_load_cost_their_proportion(refused: int, low: float, high: float) -> None:
+    """Of 100 verdicts a second, for ten minutes: some servers drop one request in fifty whatever is open."""
+    share = AdaptiveShare()
+    looks(share, 600, refused=refused, answered=100 - refused)
+    assert low <= share.share <= high
+
+
+def test_one_failure_in_slow_traffic_hardly_counts() -> None:
+    share = AdaptiveShare()
+    share.observe(True, NOW_S, 1, 1000)
+    assert share.share > 0.95
+
+
+def test_when_most_are_refused_what_is_open_is_what_the_server_bears() -> None:
+    share = AdaptiveShare()
+    now_s = looks(share, 3, answered=50)
+    for _ in range(900):
+        share.observe(True, now_s - 0.5, 1000, 1000)
+    share.observe(True, now_s, 100, 1000)
+    assert 100 <= share.allowed(1000) <= 135  # and a step for what was answered
+
+
+@pytest.mark.parametrize(("refusals", "cut"), [(999, False), (1000, True)])
+def test_as_many_refusals_as_may_be_open_do_not_wait_for_the_second_to_end(refusals: int, cut: bool) -> None:
+    share = AdaptiveShare()
+    now_s = looks(share, 3, answered=50) - LOOK_S
+    for _ in range(refusals):
+        share.observe(True, now_s + 1.01 * EARLY_LOOK_S, 1000, 1000)
+    assert (share.allowed(1000) < 1000) is cut
+
+
+def test_a_server_that_bears_a_tenth_gets_about_a_tenth() -> None:
+    """Everything above 100 open is refused at once, as by a full queue, ten times over; a second at a time."""
+    share, opened = AdaptiveShare(), []
+    for second in range(300):
+        allowed = share.allowed(1000)
+        surplus = max(0, allowed - 100)
+        for verdict in (*[False] * min(allowed, 100), *[True] * (10 * surplus)):
+            share.observe(verdict, NOW_S + second, min(allowed, 100), 1000)
+        opened.append(allowed)
+    settled = opened[20:]
+    assert 60 <= sum(settled) / len(settled) <= 120
+    assert max(settled) <= 150
+    assert sum(min(100, count) for count in settled) / len(settled) > 75  # what is answered, of 100
