@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import apache_beam as beam
+from apache_beam.io.components.rate_limiter import RateLimiter
 from apache_beam.pvalue import TaggedOutput
 
 from beam_llm import metrics
@@ -43,10 +44,13 @@ class ChatCompletionDoFn(beam.DoFn):
 
     Args:
         config: Where and how to send; without secrets, since it is pickled into the job.
+        rate_limiter: One of Beam's, such as `EnvoyRateLimiter`, for a limit over all workers: asked for each batch, as
+            many hits as it has requests to send. Retries are not asked for. None: only the config's own limits.
     """
 
-    def __init__(self, config: ChatConfig) -> None:
+    def __init__(self, config: ChatConfig, rate_limiter: RateLimiter | None = None) -> None:
         self._config = config
+        self._rate_limiter = rate_limiter
 
     def setup(self) -> None:
         """Joins, or starts, the driver of this worker process: loop thread, aiohttp session, limits."""
@@ -83,10 +87,9 @@ class ChatCompletionDoFn(beam.DoFn):
 
     def teardown(self) -> None:
         """Leaves the driver, which drops what a failed bundle left; the last user closes it, thread and session."""
-        if self._channel is not None:
-            self._channel.abandon()
-            self._channel = None
         if self._driver is not None:
+            if self._channel is not None:
+                self._channel.abandon()
             release_driver(self._driver)
             self._driver = None
 
@@ -105,7 +108,11 @@ class ChatCompletionDoFn(beam.DoFn):
         assert self._driver is not None, "setup() has not been called"
         answers = self._driver.find_answers([prepared for _, prepared in requests])
         yield from ((token, answer) for (token, _), answer in zip(requests, answers, strict=True) if answer is not None)
-        channel.submit(request for request, answer in zip(requests, answers, strict=True) if answer is None)
+        missing = [request for request, answer in zip(requests, answers, strict=True) if answer is None]
+        if missing and self._rate_limiter is not None:
+            while not self._rate_limiter.allow(hits_added=len(missing)):
+                yield from channel.wait(for_room=False)
+        channel.submit(missing)
         yield from channel.poll()
         while not channel.has_room():
             yield from channel.wait(for_room=True)

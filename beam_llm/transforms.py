@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import apache_beam as beam
+from apache_beam.io.components.rate_limiter import RateLimiter
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms.window import FixedWindows, GlobalWindows, Sessions
 
@@ -48,22 +49,30 @@ class ChatCompletion(beam.PTransform):
     Args:
         config: Where, what and how much at once.
         to_request: Makes a `ChatRequest` of an element. None: the elements are requests already. An element for which
-            it raises becomes a `FailedRequest` of kind `bad_input` with the element as its context.
+            it raises, or returns anything else, becomes a `FailedRequest` of kind `bad_input` with the element as its
+            context.
+        rate_limiter: One of Beam's, for one limit over all workers; see `ChatCompletionDoFn`.
 
     Example:
         results = rows | ChatCompletion(ChatConfig(base_urls=("http://localhost:8000/v1",), model="m"), make_request)
         results.completed | beam.Map(lambda completion: (completion.custom_id, completion.answer))
     """
 
-    def __init__(self, config: ChatConfig, to_request: Callable[[Any], ChatRequest] | None = None) -> None:
+    def __init__(
+        self,
+        config: ChatConfig,
+        to_request: Callable[[Any], ChatRequest] | None = None,
+        rate_limiter: RateLimiter | None = None,
+    ) -> None:
         super().__init__()
         self._config = config
         self._to_request = to_request
+        self._rate_limiter = rate_limiter
 
     def expand(self, requests: beam.PCollection[Any]) -> ChatResults:
         """Captures each element's window, batches, encodes, sends: steps that runners fuse into one stage."""
         sent = _prepare(requests, self._config, self._to_request) | "SendRequests" >> beam.ParDo(
-            ChatCompletionDoFn(self._config)
+            ChatCompletionDoFn(self._config, self._rate_limiter)
         ).with_outputs(FAILED_TAG, main="completed")
         return ChatResults(sent.completed, sent[FAILED_TAG])
 
@@ -167,23 +176,30 @@ class _CaptureWindows(beam.DoFn):
         yield Windowed(self._request(element), wv.with_value(None))
 
     def _request(self, element: Any) -> ChatRequest | FailedRequest:
-        if self._to_request is not None and not isinstance(element, FailedRequest):
-            try:
-                element = self._to_request(element)
-            except Exception as error:
-                # The user's function may raise anything for a row that it cannot read; the others go on.
-                return FailedRequest(
-                    custom_id=str(element.get("custom_id") or "") if isinstance(element, Mapping) else "",
-                    kind=ErrorKind.BAD_INPUT,
-                    message=f"to_request raised {type(error).__name__}: {error}",
-                    context=element,
-                )
-        if not isinstance(element, (ChatRequest, FailedRequest)):
+        if isinstance(element, FailedRequest):
+            return element
+        if self._to_request is not None:
+            return _made_request(self._to_request, element)
+        if not isinstance(element, ChatRequest):
             raise TypeError(
                 f"ChatCompletion takes ChatRequest, got {type(element).__name__}: pass to_request=, a function that "
                 "makes a ChatRequest of your element"
             )
         return element
+
+
+def _made_request(to_request: Callable[[Any], ChatRequest], element: Any) -> ChatRequest | FailedRequest:
+    """What the user's function makes of an element. It may fail at a row in any way; the other rows go on."""
+    made: Any
+    try:
+        made = to_request(element)
+        if isinstance(made, (ChatRequest, FailedRequest)):
+            return made
+        reason = f"to_request returned {type(made).__name__} instead of a ChatRequest"
+    except Exception as error:
+        reason = f"to_request raised {type(error).__name__}: {error}"
+    custom_id = str(element.get("custom_id") or "") if isinstance(element, Mapping) else ""
+    return FailedRequest(custom_id, ErrorKind.BAD_INPUT, reason, context=element)
 
 
 def _batching(requests: beam.PCollection[Any], size: int) -> beam.PTransform:
@@ -212,4 +228,6 @@ class _Weight:
     def __call__(self, item: Windowed) -> int:
         if isinstance(item.value, FailedRequest):
             return 1
-        return min(self._most, 1 + _IMAGE_WEIGHT * count_images(item.value.body.get("messages")))
+        body = item.value.body
+        images = count_images(body.get("messages")) if isinstance(body, Mapping) else 0
+        return min(self._most, 1 + _IMAGE_WEIGHT * images)
