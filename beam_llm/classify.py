@@ -1,4 +1,4 @@
-"""What a response means: (status, body) -> Verdict, by tables; and what kind of answer a body holds."""
+"""What a response means: (status, body) -> Verdict, by tables."""
 
 from __future__ import annotations
 
@@ -268,32 +268,3 @@ def _parse(raw: bytes) -> Any:
     with suppress(ValueError):
         return jsontext.loads(raw.decode("utf-8", "replace").encode())
     return None
-
-
-_CUT_SHORT = ("length", "model_length", "max_tokens")  # OpenAI's word, Mistral's, and some gateways'
-
-
-def answer_kind(body: dict[str, Any]) -> str:
-    """Tells apart what a completion can be, by its first choice; all of them are kept whole.
-
-    Returns:
-        `answer`, `tool_calls`, `truncated` (token budget used up, be it by reasoning), `filtered`, `refusal`, or
-        `empty` (no content, and nothing that explains why). A body without choices, as for embeddings, is an `answer`.
-    """
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        return "answer"
-    choice = choices[0]
-    message = choice.get("message")
-    message = message if isinstance(message, dict) else {"content": choice.get("text")}
-    if choice.get("finish_reason") == "content_filter":
-        return "filtered"
-    if choice.get("finish_reason") in _CUT_SHORT:
-        return "truncated"
-    if message.get("tool_calls") or message.get("function_call"):
-        return "tool_calls"
-    if message.get("refusal"):
-        return "refusal"
-    content = message.get("content")
-    blank = not content.strip() if isinstance(content, str) else not content
-    return "empty" if blank and not message.get("audio") else "answer"

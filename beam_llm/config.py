@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
+from beam_llm.answers import FAILABLE
 from beam_llm.endpoints import check_base_url
 from beam_llm.errors import ConfigError
 from beam_llm.fingerprint import canonical_json
@@ -14,6 +15,8 @@ from beam_llm.sampling import Dialect, SamplingParams, check_dialect, place_fiel
 from beam_llm.stores import check_store_url
 
 MEGABYTE = 1 << 20
+
+_ABOVE_ZERO = ("max_in_flight_mb", "connect_timeout_s", "read_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,12 @@ class ChatConfig:
         max_in_flight: Open requests per worker process.
         max_in_flight_mb: Megabytes of bodies not yet sent, per worker process.
         requests_per_minute: For one worker process; None = no limit.
+        tokens_per_minute: Of prompts and answers, for one worker process; None = no limit.
         connect_timeout_s: To open a connection.
         read_timeout_s: Longest silence while waiting for an answer.
         deadline_s: For one request over all its attempts; None = only the other limits.
+        fail_on: Answers that count as failures: of `truncated`, `refused`, `filtered`. Else they are completions whose
+            record says so.
         batch_size: Rows handed to the DoFn at once.
         response_store: Where finished answers are kept, and looked up before anything is sent: `sqlite:///file.db`,
             `redis://…`, `gs://bucket/prefix/`; None = nowhere. `$NAME` in it is replaced on the worker, so that a
@@ -61,9 +67,11 @@ class ChatConfig:
     max_in_flight: int = 1024
     max_in_flight_mb: float = 256
     requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
     connect_timeout_s: float = 30
     read_timeout_s: float = 1800
     deadline_s: float | None = None
+    fail_on: tuple[str, ...] = ()
     batch_size: int = 64
     response_store: str | None = None
     store_namespace: str = ""
@@ -78,10 +86,12 @@ class ChatConfig:
         for name in ("max_in_flight", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("max_in_flight_mb", "connect_timeout_s", "read_timeout_s", "requests_per_minute", "deadline_s"):
+        for name in (*_ABOVE_ZERO, "requests_per_minute", "tokens_per_minute", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        if unknown := [kind for kind in self.fail_on if kind not in FAILABLE]:
+            raise ConfigError(f"fail_on must be of {', '.join(FAILABLE)}, got {', '.join(unknown)}")
         if self.response_store is not None:
             check_store_url(self.response_store)
         check_dialect(place_fields(self.sampling.fields(), self.dialect), self.dialect)
@@ -102,4 +112,3 @@ def _dialect(value: str) -> Dialect:
     except ValueError:
         known = ", ".join(Dialect)
         raise ConfigError(f"dialect must be one of {known}, got {value!r}") from None
-

@@ -94,6 +94,7 @@ class ChatOptions(argparse.Namespace):
     max_in_flight: int
     max_in_flight_mb: float
     requests_per_minute: float | None
+    tokens_per_minute: float | None
     max_retries: int
     max_backoff_s: float
     connect_timeout_s: float
@@ -107,6 +108,7 @@ class ChatOptions(argparse.Namespace):
     image_quality: int
     image_root: str | None
     fetch_images: bool
+    fail_on: list[str] | None
     response_store: str
     store_namespace: str
     limit: int | None
@@ -214,6 +216,7 @@ def _add_limits(add: Callable[..., Any]) -> None:
     add("--max_in_flight", type=int, default=1024, metavar="N", help="open requests per worker process (1024)")
     add("--max_in_flight_mb", type=float, default=256, metavar="MB", help="bodies not yet sent, per process (256)")
     add("--requests_per_minute", type=float, metavar="N", help="for the whole local run; per process elsewhere")
+    add("--tokens_per_minute", type=float, metavar="N", help="the same for tokens of prompts and answers")
     add("--max_retries", type=int, default=10, metavar="N", help="resends after the first try (10)")
     add("--max_backoff_s", type=float, default=60, metavar="S", help="longest backoff between tries (60)")
     add("--connect_timeout_s", type=float, default=30, metavar="S", help="to open a connection (30)")
@@ -241,6 +244,12 @@ def _add_run(add: Callable[..., Any]) -> None:
         "redis://…, gs://bucket/prefix/ or none; auto (default): in the output folder",
     )
     add("--store_namespace", default="", metavar="TEXT", help="part of the store's key; keeps jobs apart")
+    add(
+        "--fail_on",
+        type=names,
+        metavar="KIND[,KIND]",
+        help="answers that count as failed: truncated, refused, filtered",
+    )
     add("--limit", type=int, metavar="N", help="only the first N rows")
     add("--validate_only", action="store_true", help="read, build, encode and check everything, send nothing")
     add("--max_failed_ratio", type=float, default=0.0, metavar="R", help="more failed rows than this: exit code 3 (0)")

@@ -37,12 +37,11 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
     Args:
         options: Our flags.
         urls: Endpoints, `simulated` already replaced by the simulator's URL.
-        processes: Worker processes of a local run, which share the rate limit; None where the number is not known.
+        processes: Worker processes of a local run, which share the rate limits; None where the number is not known.
 
     Raises:
         ConfigError: A value that cannot work.
     """
-    rate = options.requests_per_minute
     return ChatConfig(
         base_urls=urls,
         model=options.model,
@@ -55,12 +54,14 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
         retry=_retry(options),
         max_in_flight=options.max_in_flight,
         max_in_flight_mb=options.max_in_flight_mb,
-        requests_per_minute=rate / processes if rate and processes else rate,
+        requests_per_minute=_part(options.requests_per_minute, processes),
+        tokens_per_minute=_part(options.tokens_per_minute, processes),
         connect_timeout_s=options.connect_timeout_s,
         read_timeout_s=options.read_timeout_s,
         deadline_s=options.deadline_s,
         response_store=_response_store(options, local=processes is not None),
         store_namespace=options.store_namespace,
+        fail_on=tuple(options.fail_on or ()),
     )
 
 
@@ -75,6 +76,10 @@ def _response_store(options: ChatOptions, local: bool) -> str | None:
         return f"{output.rstrip('/')}/responses/"
     # A worker on another machine would write a file that nobody finds again.
     return f"sqlite:///{os.path.abspath(output)}/responses.db" if local and "://" not in output else None
+
+
+def _part(rate: float | None, processes: int | None) -> float | None:
+    return rate / processes if rate and processes else rate
 
 
 def _retry(options: ChatOptions) -> RetryPolicy:

@@ -147,6 +147,8 @@ class FailedRequest:
         message: The reason in a sentence, the server's own where there is one. Never empty.
         status_code: HTTP status; None if no response came.
         body: The server's own words, cut to 2 KB; None if it sent nothing.
+        answer: The whole response body, where there was an answer that counts as a failure (null content, or what
+            `ChatConfig.fail_on` names); else None.
         request_id: The server's `x-request-id` header.
         attempts: Requests sent for it; 0 if it failed before sending.
         latency_ms: Time of the last try.
@@ -169,6 +171,7 @@ class FailedRequest:
     origin: Origin | None = None
     retried: tuple[ErrorKind, ...] = field(default=())
     request_bytes: int = 0
+    answer: dict[str, Any] | None = None
 
 
 Outcome = Completion | FailedRequest

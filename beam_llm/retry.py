@@ -12,6 +12,9 @@ from email.utils import parsedate_tz
 
 from beam_llm.errors import ConfigError, ErrorKind, Verdict
 
+EMPTY_KINDS = (ErrorKind.EMPTY_CHOICES, ErrorKind.NULL_CONTENT)
+"""Failures in which a server did answer, and charged for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -25,6 +28,8 @@ class RetryPolicy:
             again, where openai-python gives up above 120 s: a batch has the time, and the retry stays counted.
         max_disconnect_retries: Resends after a connection lost once the request was out, each of which may be billed
             again; None leaves it to `max_retries`.
+        max_empty_retries: Resends after an answer with nothing in it (no choices, null content): it was paid for, and
+            one resend usually helps or none does.
 
     Raises:
         ConfigError: A value is out of range.
@@ -35,9 +40,10 @@ class RetryPolicy:
     max_backoff_s: float = 60.0
     max_retry_after_s: float = 600.0
     max_disconnect_retries: int | None = None
+    max_empty_retries: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_retries", "max_disconnect_retries"):
+        for name in ("max_retries", "max_disconnect_retries", "max_empty_retries"):
             count = getattr(self, name)
             if count is None and name == "max_disconnect_retries":
                 continue
@@ -153,6 +159,7 @@ def next_delay(
     rng: random.Random,
     *,
     disconnects: int = 0,
+    empties: int = 0,
     remaining_s: float | None = None,
 ) -> float | None:
     """Decides after a failed try whether and when to send the request again.
@@ -164,6 +171,7 @@ def next_delay(
         policy: The limits.
         rng: Source of the jitter.
         disconnects: How many of those tries ended as `DISCONNECTED`, this one included.
+        empties: How many brought an answer with nothing in it, this one included.
         remaining_s: What is left of the deadline; None without one.
 
     Returns:
@@ -174,6 +182,8 @@ def next_delay(
         return None
     limit = policy.max_disconnect_retries
     if verdict.kind is ErrorKind.DISCONNECTED and limit is not None and disconnects > limit:
+        return None
+    if verdict.kind in EMPTY_KINDS and empties > policy.max_empty_retries:
         return None
     # Added to what the server asked for: all who were told the same must not come back at the same moment.
     delay = min(retry_after_s or 0.0, policy.max_retry_after_s) + backoff_delay(attempts - 1, policy, rng)

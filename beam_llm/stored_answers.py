@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from beam_llm.answers import answer_flaw
 from beam_llm.body import PreparedRequest
-from beam_llm.classify import answer_kind
+from beam_llm.errors import ErrorKind
 from beam_llm.jsontext import dumps, loads
 from beam_llm.records import Completion
 from beam_llm.stores import ResponseStore, StoreError
@@ -30,7 +31,7 @@ def is_finished(completion: Completion, finish_reasons: Collection[str]) -> bool
     if not isinstance(choices, list) or not choices:
         return False
     reasons = {choice.get("finish_reason") if isinstance(choice, dict) else None for choice in choices}
-    return reasons <= set(finish_reasons) and answer_kind(completion.body) != "empty"
+    return reasons <= set(finish_reasons) and answer_flaw(completion.body) is not ErrorKind.NULL_CONTENT
 
 
 class StoredAnswers:

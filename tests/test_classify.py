@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beam_llm.classify import MAX_EXCERPT_BYTES, answer_kind, classify_response
+from beam_llm.classify import MAX_EXCERPT_BYTES, classify_response
 from beam_llm.errors import MAX_MESSAGE_CHARS, ErrorKind, Verdict, classify_exception
 
 CANARY = "sk-canary-123456"
@@ -238,32 +238,6 @@ def test_any_response_gets_a_verdict_with_words(status: int, raw: bytes, should_
     assert not (verdict.retryable and verdict.stops_run)
     assert verdict.kind is not None or (body is not None and 200 <= status < 300)
     assert len((verdict.excerpt or "").encode()) <= MAX_EXCERPT_BYTES
-
-
-def completion(finish: str, **message: Any) -> dict[str, Any]:
-    return {"choices": [{"message": message, "finish_reason": finish}]}
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (GOOD, "answer"),
-        (completion("stop", content=[{"type": "text", "text": "x"}]), "answer"),
-        (completion("stop", content=None, audio={"id": "a"}), "answer"),
-        (completion("tool_calls", content=None, tool_calls=[{"id": "t1"}]), "tool_calls"),
-        (completion("length", content=None, reasoning_content="thinking…"), "truncated"),
-        (completion("length", content='{"a": 1,'), "truncated"),
-        (completion("content_filter", content=""), "filtered"),
-        (completion("stop", content=None, refusal="cannot help"), "refusal"),
-        (completion("stop", content=None, refusal=None), "empty"),
-        (completion("stop", content=" \n"), "empty"),
-        ({"choices": [{"text": "x", "finish_reason": "stop"}]}, "answer"),
-        ({"choices": [{"text": "", "finish_reason": "stop"}]}, "empty"),
-        ({"data": []}, "answer"),
-    ],
-)
-def test_answer_kind_tells_completions_apart(body: dict[str, Any], kind: str) -> None:
-    assert answer_kind(body) == kind
 
 
 # From here on: real exceptions, raised by aiohttp against a server that follows a script.

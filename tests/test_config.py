@@ -45,6 +45,7 @@ def test_dialect_may_be_named(dialect: Any) -> None:
         ({"connect_timeout_s": 0}, "connect_timeout_s must be above 0, got 0"),
         ({"read_timeout_s": -1}, "read_timeout_s must be above 0, got -1"),
         ({"requests_per_minute": 0}, "requests_per_minute must be above 0, got 0"),
+        ({"tokens_per_minute": -5}, "tokens_per_minute must be above 0, got -5"),
         ({"deadline_s": math.nan}, "deadline_s must be above 0, got nan"),
         ({"dialect": "openai", "sampling": SamplingParams(top_k=5)}, "top_k=5 does not go with dialect openai"),
         ({"dialect": "openai", "sampling": SamplingParams(enable_thinking=False)}, "chat_template_kwargs="),

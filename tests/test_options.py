@@ -65,6 +65,7 @@ def test_no_flags_mean_the_defaults_of_the_config() -> None:
         ("--max_in_flight=5", "max_in_flight", 5),
         ("--max_in_flight_mb=0.5", "max_in_flight_mb", 0.5),
         ("--requests_per_minute=90", "requests_per_minute", 90.0),
+        ("--tokens_per_minute=9e6", "tokens_per_minute", 9e6),
         ("--max_retries=0", "retry.max_retries", 0),
         ("--max_backoff_s=0.1", "retry.max_backoff_s", 0.1),
         ("--connect_timeout_s=2", "connect_timeout_s", 2.0),
@@ -85,8 +86,9 @@ def test_a_flag_reaches_its_setting(flag: str, path: str, expected: Any) -> None
 
 
 @pytest.mark.parametrize(("processes", "rate"), [(4, 25.0), (None, 100.0)])
-def test_processes_of_a_local_run_share_the_rate(processes: int | None, rate: float) -> None:
-    assert config("--requests_per_minute=100", processes=processes).requests_per_minute == rate
+def test_processes_of_a_local_run_share_the_rates(processes: int | None, rate: float) -> None:
+    shared = config("--requests_per_minute=100", "--tokens_per_minute=100", processes=processes)
+    assert (shared.requests_per_minute, shared.tokens_per_minute) == (rate, rate)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
+from beam_llm.answers import answer_flaw
 from beam_llm.errors import RequestError
 from beam_llm.formats.common_row import custom_id_of, parse_object, source_of, without_data_urls
 from beam_llm.jsontext import dumps, loads
-from beam_llm.records import CHAT_COMPLETIONS, ChatRequest, FailedRequest, Origin, Outcome
+from beam_llm.records import CHAT_COMPLETIONS, ChatRequest, Completion, FailedRequest, Origin, Outcome
 
 
 def read_request(line: bytes, origin: Origin) -> ChatRequest:
@@ -37,8 +38,10 @@ def read_request(line: bytes, origin: Origin) -> ChatRequest:
 
 def write_outcome(outcome: Outcome) -> bytes:
     """The result line of an outcome, without line end: an OpenAI Batch result with `beam_llm` added."""
-    kind, error, given = "completed", None, {}
-    if isinstance(outcome, FailedRequest):
+    error, given = None, {}
+    if isinstance(outcome, Completion):
+        kind = str(answer_flaw(outcome.body) or "completed")
+    else:
         kind, error = outcome.kind.value, {"code": outcome.kind, "message": outcome.message}
         if outcome.context is not None:
             given = {"input": without_data_urls(outcome.context)}
@@ -71,7 +74,9 @@ def _response(outcome: Outcome) -> dict[str, Any] | None:
     if outcome.status_code is None:
         return None
     body: Any = outcome.body
-    if isinstance(outcome, FailedRequest) and isinstance(body, str):
+    if isinstance(outcome, FailedRequest) and outcome.answer is not None:
+        body = outcome.answer
+    elif isinstance(body, str):
         with suppress(ValueError):  # HTML, or cut off: kept as text
             body = loads(body.encode())
     return {"status_code": outcome.status_code, "request_id": outcome.request_id, "body": body}

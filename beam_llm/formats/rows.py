@@ -167,7 +167,7 @@ def _error(outcome: Outcome) -> dict[str, Any]:
             "kind": outcome.kind,
             "message": outcome.message,
             "status_code": outcome.status_code,
-            "body": outcome.body,
+            "body": outcome.answer or outcome.body,
             "attempts": outcome.attempts,
             "source": source_of(outcome),
             "file": origin.file if origin else None,
