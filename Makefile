@@ -1,9 +1,10 @@
 # make demo   a run over the shipped sample against the simulator, results in out/demo
-# make test   formatting, types and every test
+# make test   formatting, types and every test but those below
+# make test-chaos   20,000 rows under faults and kills; CHAOS_ROUNDS=10 repeats it
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-chaos lint clean
 
 demo: .venv/.demo
 	rm -rf out/demo
@@ -17,6 +18,9 @@ demo: .venv/.demo
 
 test: .venv/.test lint
 	$(BIN)/python -m pytest
+
+test-chaos: .venv/.test
+	$(BIN)/python -m pytest -n0 -s tests/chaos
 
 lint: .venv/.test
 	$(BIN)/ruff check
