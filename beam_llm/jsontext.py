@@ -14,6 +14,9 @@ _ORJSON_DEPTH = 254
 _DEEPEST = 200
 """Levels that are taken in: a result line puts a few around what was read."""
 
+_LENIENT = json.JSONDecoder(strict=False)
+"""Takes line ends in strings, which models write."""
+
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -50,6 +53,28 @@ def loads(raw: bytes) -> Any:
     if raw.count(b"[") + raw.count(b"{") >= _DEEPEST and _is_too_deep(value):
         raise ValueError(f"nested too deeply: {_DEEPEST} levels or more")
     return value
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """The one JSON object of a text, whatever stands around it.
+
+    Returns:
+        The object; None if there is none, or several that differ. The inner object of one that is cut off is none.
+    """
+    found: list[dict[str, Any]] = []
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, end = _LENIENT.raw_decode(text, start)
+            found.append(value)
+        except json.JSONDecodeError as error:
+            if error.msg.startswith("Unterminated string"):
+                break
+            end = max(start + 1, error.pos)
+        except (ValueError, RecursionError):  # a number of thousands of digits, thousands of levels
+            return None
+        start = text.find("{", end)
+    return found[0] if found and all(value == found[0] for value in found) else None
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -6,8 +6,11 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -15,10 +18,10 @@ import grpc
 
 from beam_llm.errors import BeamLLMError, RunStoppedError
 
-_WORKER_THREAD = "run_worker"
+WORKER_THREAD = "run_worker"
 """Name of the thread in which Beam waits for a worker process (local_job_service.py, SubprocessSdkWorker)."""
 
-_CONNECTION_THREADS = ("beam_control_read", "read_grpc_client_inputs")
+CONNECTION_THREADS = ("beam_control_read", "read_grpc_client_inputs")
 """Threads in which Beam reads what worker processes send; they raise when one is gone, of which we tell in one line."""
 
 
@@ -35,6 +38,10 @@ _OWN_ERROR = re.compile(r"^beam_llm\.[\w.]*Error: (.+?)(?: \[while running .*\])
 """An error of ours in a traceback that came from a worker, without what Beam adds to it."""
 
 _LOG_MESSAGE = re.compile(r'message: "((?:[^"\\]|\\.)*)"')
+
+
+_END_S = 6.0
+"""How long Beam may take to end a run that an error has ended."""
 
 
 class WorkerDiedError(BeamLLMError):
@@ -77,6 +84,26 @@ def reason_of(error: Exception) -> str:
     return lines[-1].strip() if lines else type(error).__name__
 
 
+def _end_process(error: BeamLLMError) -> None:
+    """Ends this process and all that it started, at once. Without /proc its workers end when its connections close."""
+    for pid in list(_descendants(os.getpid())):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    sys.stderr.write(f"error: {reason_of(error)}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    children: list[str] = []
+    with suppress(OSError):  # it has just ended
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += path.read_text().split()
+    for child in children:
+        yield int(child)
+        yield from _descendants(int(child))
+
+
 class MainThreadStop:
     """Ends a run from any thread by raising in the main thread, which waits inside Beam. A context manager.
 
@@ -84,15 +111,20 @@ class MainThreadStop:
     died never: its waiting thread raises "Worker subprocess exited with return code …", and nobody listens. A signal
     is what wakes a main thread that is blocked in a lock; where threads get no signals (Windows), or outside the main
     thread, this does nothing.
+
+    Ctrl-C and SIGTERM end a run in the same way. Before it ends, Beam waits for its workers, and for one that had not
+    yet come up when the error was raised it would wait for ever: the process ends itself after `_END_S`.
     """
 
     def __init__(self) -> None:
         self._error: BeamLLMError | None = None
+        self._end: threading.Timer | None = None
         self._able = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> MainThreadStop:
         if self._able:
-            self._previous_handler = signal.signal(signal.SIGUSR1, self._raise)
+            numbers = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
+            self._previous_handlers = [(number, signal.signal(number, self._raise)) for number in numbers]
             self._previous_hook = threading.excepthook
             threading.excepthook = self._watch_thread
         return self
@@ -100,7 +132,10 @@ class MainThreadStop:
     def __exit__(self, *_: object) -> None:
         if self._able:
             threading.excepthook = self._previous_hook
-            signal.signal(signal.SIGUSR1, self._previous_handler)
+            for number, handler in self._previous_handlers:
+                signal.signal(number, handler)
+        if self._end is not None:
+            self._end.cancel()
 
     def stop(self, error: BeamLLMError) -> None:
         """Raises the error in the main thread; the first one counts."""
@@ -113,14 +148,21 @@ class MainThreadStop:
         self.stop(RunStoppedError(reason))
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1 and self._error is None:
+            how = "interrupted" if number == signal.SIGINT else "terminated"
+            self._error = RunStoppedError(f"{how}; run the same command again")
         if self._error is not None:
+            if self._end is None:
+                self._end = threading.Timer(_END_S, _end_process, (self._error,))
+                self._end.daemon = True
+                self._end.start()
             raise self._error
 
     def _watch_thread(self, args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else ""
-        if name in _CONNECTION_THREADS and isinstance(args.exc_value, grpc.RpcError):
+        if name in CONNECTION_THREADS and isinstance(args.exc_value, grpc.RpcError):
             return
-        if _WORKER_THREAD not in name:
+        if WORKER_THREAD not in name:
             self._previous_hook(args)
         elif self._error is None:
             self.stop(

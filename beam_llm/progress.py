@@ -107,6 +107,8 @@ class ProgressReceiver:
 
     def __exit__(self, *_: object) -> None:
         os.environ.pop(ADDRESS_ENV, None)
+        self._udp.sendto(b"", self._udp.getsockname())  # closing alone does not wake a thread that receives
+        self._thread.join()
         self._udp.close()
 
     def totals(self) -> Counts:
@@ -117,9 +119,8 @@ class ProgressReceiver:
         return total
 
     def _receive(self) -> None:
-        with suppress(OSError):  # the socket was closed: the run is over
-            while True:
-                self._take(self._udp.recv(4096))
+        while datagram := self._udp.recv(4096):
+            self._take(datagram)
 
     def _take(self, datagram: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError):  # not one of ours

@@ -8,6 +8,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import (
     DirectOptions,
     PipelineOptions,
+    SetupOptions,
     StandardOptions,
     StreamingOptions,
     WorkerOptions,
@@ -18,6 +19,9 @@ from beam_llm.errors import ConfigError
 
 LOCAL_RUNNERS = ("DirectRunner", "SwitchingDirectRunner")
 _MAX_LOCAL_WORKERS = 8
+
+WORKER_START = "beam_llm.worker_start"
+"""The module that a local worker process imports first."""
 
 
 def settle_runner(options: PipelineOptions) -> int | None:
@@ -49,6 +53,9 @@ def settle_runner(options: PipelineOptions) -> int | None:
     direct = options.view_as(DirectOptions)
     direct.direct_num_workers = workers
     direct.direct_running_mode = "multi_processing" if workers > 1 else "in_memory"
+    if workers > 1:
+        setup = options.view_as(SetupOptions)
+        setup.beam_plugins = [*(setup.beam_plugins or ()), WORKER_START]
     return workers
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beam_llm.jsontext import dumps, loads
+from beam_llm.jsontext import dumps, loads, object_in
 
 texts = st.text(st.sampled_from('a"\\/é\n\u2028\ud835\ufffd\U0001f600'), max_size=8)
 values = st.recursive(
@@ -114,3 +114,27 @@ def test_deep_nesting_is_either_refused_on_reading_or_written_again(depth: int, 
         assert depth > 100
         return
     assert dumps({"response": {"body": value}})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('```json\n{"a": {"b": [{}]}}\n```', {"a": {"b": [{}]}}),
+        ('I {think} so: {"a": "}"}. Done.', {"a": "}"}),
+        ('{"a": "two\nlines"}', {"a": "two\nlines"}),
+        ('first {"a": 1}, which is {"a": 1}', {"a": 1}),
+        ('either {"a": 1} or {"a": 2}', None),
+        ('[{"a": 1}, {"a": 2}]', None),
+        ('{"a": 1', None),
+        ('the form is {"a": number}, so {"a": 1}', {"a": 1}),
+        ('{"whole": {"a": 1}, "cut', None),
+        ('{"whole": {"a": 1}, "cut": tru', None),
+        ('{"cut": "a string with {}', None),
+        ("no object", None),
+        ('{"a": ' * 3000, None),
+        ('{"a": ' + "9" * 5000 + "}", None),
+    ],
+)
+def test_the_one_object_of_a_text_is_found_whatever_stands_around_it(text: str, found: dict[str, Any] | None) -> None:
+    assert object_in(text) == found
