@@ -13,6 +13,7 @@ from typing import Protocol
 import aiohttp
 from yarl import URL
 
+from beam_llm.answers import judge_answer
 from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.classify import classify_response
 from beam_llm.config import ChatConfig
@@ -23,7 +24,7 @@ from beam_llm.errors import ErrorKind, Verdict, classify_exception
 from beam_llm.limits import InFlightLimit
 from beam_llm.pacing import Pacer, estimate_tokens
 from beam_llm.records import FailedRequest, Outcome
-from beam_llm.retry import next_delay, parse_retry_after
+from beam_llm.retry import EMPTY_KINDS, next_delay, parse_retry_after
 
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -209,6 +210,8 @@ class ChatClient:
                 verdict, answer = classify_response(
                     response.status, raw, path=path, should_retry=response.headers.get("x-should-retry")
                 )
+                if verdict.kind is None and answer is not None:
+                    verdict = judge_answer(answer, self._config.fail_on) or verdict
                 attempt = Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
                 if verdict.kind is not None:
                     attempt.retry_after_s = self._told(parse_retry_after(response.headers, time.time()))
@@ -260,6 +263,7 @@ class ChatClient:
             self._config.retry,
             self._rng,
             disconnects=kinds.count(ErrorKind.DISCONNECTED),
+            empties=sum(kinds.count(kind) for kind in EMPTY_KINDS),
             remaining_s=None if course.ends_s is None else course.ends_s - self._clock(),
         )
 

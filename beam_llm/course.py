@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from beam_llm.answers import FAILABLE
 from beam_llm.body import Body, PreparedRequest
 from beam_llm.endpoints import Endpoint
 from beam_llm.errors import ErrorKind, Verdict
@@ -13,6 +14,10 @@ from beam_llm.records import Completion, FailedRequest, Outcome
 
 Weigh = Callable[[int], None]
 """Told how many bytes of a request's body are held and not yet written."""
+
+
+ANSWERED = (ErrorKind.NULL_CONTENT, *FAILABLE)
+"""Failures in which there is an answer to keep."""
 
 
 @dataclass(slots=True)
@@ -96,4 +101,5 @@ class Course:
             origin=request.origin,
             retried=tuple(self.retried),
             request_bytes=self.body.size,
+            answer=attempt.answer if verdict.kind in ANSWERED else None,
         )

@@ -68,6 +68,8 @@ class ChatCompletionDoFn(beam.DoFn):
 
     def process(self, batch: list[Any], wv: Any = beam.DoFn.WindowedValueParam) -> Iterator[Any]:
         """Submits a batch and emits what has finished, waiting only while the in-flight limit is reached."""
+        assert self._driver is not None, "setup() has not been called"
+        metrics.record_throttled(self._driver.take_throttled_seconds())
         results = self._advance(batch, wv)
         if len(wv.windows) == 1:
             yield from _emit(results)
@@ -83,6 +85,8 @@ class ChatCompletionDoFn(beam.DoFn):
         yield from _emit(channel.poll())
         while channel.pending:
             yield from _emit(channel.wait(for_room=False))
+        assert self._driver is not None, "setup() has not been called"
+        metrics.record_throttled(self._driver.take_throttled_seconds())
         self._channel = None
 
     def teardown(self) -> None:

@@ -88,6 +88,10 @@ class Driver:
             return [None] * len(requests)
         return self._call(self._answers.find(requests))
 
+    def take_throttled_seconds(self) -> int:
+        """Whole seconds, since the last call, in which requests were held back by limits, pauses or cool-downs."""
+        return self._limit.throttle.take_seconds()
+
     def abandon(self, channel: Channel) -> None:
         """Drops what a failed bundle left: queued requests are not sent, open ones are cancelled."""
         self._loop.call_soon_threadsafe(self._abandon, channel)

@@ -39,6 +39,10 @@ FINISH = "finish"
 """`finish_<reason>`: answers by finish reason."""
 NOT_STORED = "answers_not_stored"
 """Answers that the response store should have kept and could not."""
+ANSWERED_BY = "answered_by"
+"""`answered_by_<base URL>`: answers by endpoint."""
+THROTTLED_SECONDS = "cumulativeThrottlingSeconds"
+"""Wall seconds in which requests were held back by limits, pauses and cool-downs; the name that Beam's own IOs use."""
 LATENCY_MS = "latency_ms"
 """Distribution: milliseconds of the try that answered."""
 REQUEST_BYTES = "request_bytes"
@@ -61,6 +65,11 @@ def count(name: str, amount: int = 1) -> None:
         _counter(name).inc(amount)
 
 
+def record_throttled(seconds: int) -> None:
+    """Counts seconds in which requests were held back, under the name that Dataflow's autoscaler reads."""
+    count(THROTTLED_SECONDS, seconds)
+
+
 def record(outcome: Outcome) -> None:
     """Counts one outcome, and everything that went before it."""
     count(REQUESTS, outcome.attempts)
@@ -77,6 +86,7 @@ def record(outcome: Outcome) -> None:
     if outcome.source == "store":
         count(FROM_STORE)
         return
+    count(f"{ANSWERED_BY}_{outcome.endpoint}")
     count(NOT_STORED, int(outcome.not_stored))
     _distribution(LATENCY_MS).update(int(outcome.latency_ms))
     _record_usage(outcome.usage)

@@ -93,6 +93,8 @@ class Summary:
             "completion_tokens": self.count(metrics.COMPLETION_TOKENS),
             "answers_not_stored": self.count(metrics.NOT_STORED),
             "answers_without_usage": self.count(metrics.NO_USAGE),
+            "answered_by": self.by(metrics.ANSWERED_BY),
+            "throttled_seconds": self.count(metrics.THROTTLED_SECONDS),
             "request_bytes": self.count(metrics.REQUEST_BYTES),
             "latency_ms": dict(self.latency_ms),
             "seconds": round(self.seconds, 3),

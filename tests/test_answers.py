@@ -3,9 +3,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from beam_llm.answers import answer_flaw, judge_answer
+from beam_llm.body import BodyBuilder, PreparedRequest
+from beam_llm.config import ChatConfig
+from beam_llm.driver import Driver
 from beam_llm.errors import ErrorKind
+from beam_llm.records import ChatRequest, Completion, FailedRequest, Outcome
+from beam_llm.retry import RetryPolicy
+from tests.endpoint import ScriptedEndpoint
 
 EVERYTHING = ("truncated", "refused", "filtered")
 
@@ -62,3 +69,44 @@ def test_flawed_answers_fail_only_where_the_user_wants_it_and_are_not_asked_agai
     assert verdict is not None
     assert (verdict.kind, verdict.retryable) == (kind, False)
     assert words in verdict.message
+
+
+def outcomes(body: dict[str, Any], fail_on: tuple[str, ...] = ()) -> tuple[list[Outcome], int]:
+    """What becomes of one request that is always answered with a body, and how often it was sent."""
+
+    async def always(request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(body)
+
+    with ScriptedEndpoint(always) as endpoint:
+        retry = RetryPolicy(initial_backoff_s=0, max_backoff_s=0)
+        config = ChatConfig(base_urls=(endpoint.base_url,), model="m", retry=retry, fail_on=fail_on)
+        prepared = BodyBuilder(config).prepare(ChatRequest("a", {"messages": "hello"}))
+        assert isinstance(prepared, PreparedRequest)
+        driver = Driver(config)
+        channel = driver.channel()
+        channel.submit([(None, prepared)])
+        found = []
+        while channel.pending:
+            found += [outcome for _, outcome in channel.wait(for_room=False)]
+        driver.close()
+        return found, len(endpoint.requests)
+
+
+@pytest.mark.parametrize(
+    "body", [completion("stop", content=None), {"choices": []}], ids=["null content", "no choices"]
+)
+def test_an_answer_with_nothing_in_it_is_bought_three_times_at_most(body: dict[str, Any]) -> None:
+    """C02: a resend usually helps or none does; each was paid for."""
+    found, sent = outcomes(body)
+    assert len(found) == 1
+    assert isinstance(found[0], FailedRequest)
+    assert (sent, found[0].attempts) == (3, 3)
+
+
+def test_a_cut_off_answer_is_a_completion_unless_the_user_says_otherwise() -> None:
+    body = completion("length", content="half", reasoning_content="thought")
+    completions, _ = outcomes(body)
+    assert isinstance(completions[0], Completion)
+    failures, sent = outcomes(body, ("truncated",))
+    assert isinstance(failures[0], FailedRequest)
+    assert (failures[0].kind, failures[0].answer, sent) == (ErrorKind.TRUNCATED, body, 1)
