@@ -102,8 +102,10 @@ def test_a_real_run_is_summed_up_over_all_its_steps() -> None:
     body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
     twice = (ErrorKind.SERVER_ERROR, ErrorKind.RATE_LIMIT)
     first: list[Outcome] = [
-        Completion("a", {**body, "usage": usage}, attempts=3, latency_ms=10.4, retried=twice, request_bytes=100),
-        Completion("b", {**body, "usage": None}, latency_ms=30, request_bytes=50),
+        Completion(
+            "a", {**body, "usage": usage}, attempts=3, latency_ms=10.4, endpoint="u", retried=twice, request_bytes=100
+        ),
+        Completion("b", {**body, "usage": None}, latency_ms=30, endpoint="u", request_bytes=50, not_stored=True),
         Completion("c", {**body, "usage": usage}, attempts=0, source="store"),
     ]
     second: list[Outcome] = [
@@ -131,7 +133,10 @@ def test_a_real_run_is_summed_up_over_all_its_steps() -> None:
         "retries_by_kind": {"rate_limit": 1, "server_error": 1, "timeout": 1},
         "prompt_tokens": 5,
         "completion_tokens": 2,
+        "answers_not_stored": 1,
         "answers_without_usage": 1,
+        "answered_by": {"u": 2},
+        "throttled_seconds": 0,
         "request_bytes": 370,
         "latency_ms": {"mean": 20.0, "min": 10, "max": 30},
         "seconds": 1.5,
