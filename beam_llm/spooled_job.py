@@ -42,7 +42,7 @@ _WORKERS = threading.Lock()
 _WANTED = "wanted"
 """A file in the job's folder; worker processes end when it goes."""
 
-_LOOK_S, _LEAVE_S = 0.3, 10.0
+_LOOK_S, _LEAVE_S = 0.3, 30.0
 """How often they look for it, and how long a job that has failed waits for them; some may still be starting."""
 
 _BEAM_THREADS = (WORKER_THREAD, *CONNECTION_THREADS)

@@ -183,6 +183,7 @@ def test_direct_runner_is_the_fn_api_runner_and_nothing_else_is_tried_first(
 def test_two_workers_are_two_processes_each_with_a_session_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """C68."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     users: dict[int, set[str]] = {}
 
@@ -336,6 +337,7 @@ def test_counters_tell_every_request_that_was_sent_not_only_those_that_brought_a
     found = counters(result)
     assert sent == 150
     assert found.pop("request_bytes") > 150 * len('{"model":"m"}')
+    assert found.pop(f"answered_by_{running.base_url}") == 50
     assert found == {
         "requests_sent": 150,
         "retries": 100,
