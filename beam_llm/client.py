@@ -20,7 +20,7 @@ from beam_llm.config import ChatConfig
 from beam_llm.connection import OneShotPayload, open_session, proxy_for
 from beam_llm.course import Attempt, Course, Weigh
 from beam_llm.endpoints import Endpoint, EndpointPool, Lease
-from beam_llm.errors import ErrorKind, Verdict, classify_exception
+from beam_llm.errors import ErrorKind, Verdict, classify_exception, clip
 from beam_llm.limits import InFlightLimit
 from beam_llm.pacing import Pacer, estimate_tokens
 from beam_llm.records import FailedRequest, Outcome
@@ -133,7 +133,7 @@ class ChatClient:
                 await self._pacer.wait(course.tokens, returning=course.attempts > 0)
             if (lease := self._endpoints.take(self._clock(), course.endpoint)) is not None:
                 return lease
-            self._adapt()
+            self._adapt()  # or the slot would come back at once
             self._give_slot_back(course)
 
     async def _make_ready_in_time(self, course: Course, delay_s: float) -> Lease | FailedRequest | None:
@@ -212,6 +212,7 @@ class ChatClient:
                 )
                 if verdict.kind is None and answer is not None:
                     verdict = judge_answer(answer, self._config.fail_on) or verdict
+                verdict = _with_what_was_sent(verdict, url, course.body.size)
                 attempt = Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
                 if verdict.kind is not None:
                     attempt.retry_after_s = self._told(parse_retry_after(response.headers, time.time()))
@@ -278,3 +279,11 @@ class ChatClient:
         used = 0 if attempt.verdict.kind is ErrorKind.CONNECT else attempt.total_tokens()
         if used is not None:
             self._pacer.settle(course.tokens, used)
+
+
+def _with_what_was_sent(verdict: Verdict, url: URL, size: int) -> Verdict:
+    """Puts before the server's words what they are about: the URL of a 404, the bytes of a body that is too large."""
+    about = {ErrorKind.NOT_FOUND: str(url), ErrorKind.TOO_LARGE: f"a body of {size:,} bytes"}
+    if verdict.kind not in about:
+        return verdict
+    return replace(verdict, message=clip(f"{about[verdict.kind]}: {verdict.message}"))

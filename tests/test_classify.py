@@ -119,6 +119,7 @@ TABLE: list[tuple[int, Any, ErrorKind | None, str]] = [
 
 @pytest.mark.parametrize(("status", "body", "kind", "flags"), TABLE)
 def test_status_with_body_gets_its_verdict(status: int, body: Any, kind: ErrorKind | None, flags: str) -> None:
+    """C01, C02, C08, C10, C11, C12, C13, C14, C15, C17, C18."""
     verdict = verdict_on(status, body)
     signs = (verdict.retryable, verdict.stops_run, verdict.shrinks)
     assert (verdict.kind, signs) == (kind, tuple(sign in flags for sign in "rsh"))
@@ -151,6 +152,7 @@ def test_status_with_body_gets_its_verdict(status: int, body: Any, kind: ErrorKi
     ],
 )
 def test_message_is_the_servers_own_words(body: Any, message: str) -> None:
+    """C10, C91."""
     assert verdict_on(400, body).message == message
 
 
@@ -205,6 +207,7 @@ def test_only_completion_paths_demand_choices(path: str, body: Any, kind: ErrorK
 )
 @pytest.mark.parametrize("lead", [b"", b"\n \r\n" * 50, b"\xef\xbb\xbf"])
 def test_body_that_bends_json_is_read_as_an_answer(lead: bytes, content: bytes, read: str | None) -> None:
+    """C20, C57, C58."""
     verdict, body = classify_response(200, lead + b'{"choices":[{"message":{"content":' + content + b"}}]}")
     assert verdict.kind is None
     assert body == {"choices": [{"message": {"content": read}}]}
@@ -337,6 +340,7 @@ PROVOKED: list[tuple[bool, dict[str, Any], ErrorKind, str, str]] = [
 
 @pytest.mark.parametrize(("sent", "fault", "kind", "flags", "words"), PROVOKED)
 def test_exception_gets_its_verdict(sent: bool, fault: dict[str, Any], kind: ErrorKind, flags: str, words: str) -> None:
+    """C25, C32, C36."""
     exc = asyncio.run(asyncio.wait_for(provoke(**fault), 10))
     verdict = classify_exception(exc, sent=sent, timeout=fault.get("timeout", LIMITS))
     signs = (verdict.retryable, verdict.stops_run, verdict.shrinks)
@@ -389,6 +393,8 @@ def test_connect_timeout_is_a_connect_failure_that_names_the_limit() -> None:
 
 
 def test_exhausted_descriptors_are_named() -> None:
+    """C30."""
+
     async def post_without_descriptors() -> Exception:
         async with aiohttp.ClientSession() as session:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -66,6 +66,7 @@ def test_key_is_the_same_in_every_process() -> None:
 
 @given(json_values)
 def test_order_of_keys_does_not_matter(value: Any) -> None:
+    """C53."""
     assert key({"x": value}) == key(reordered({"x": value}))
 
 
@@ -110,6 +111,7 @@ DIFFERENT_BODIES = [
 
 
 def test_whatever_differs_in_the_body_gives_another_key() -> None:
+    """C53."""
     keys = [key(body) for body in DIFFERENT_BODIES]
     pairs = itertools.combinations(range(len(keys)), 2)
     assert [(a, b) for a, b in pairs if keys[a] == keys[b]] == []
@@ -151,6 +153,7 @@ def test_value_that_json_cannot_say_is_a_type_error() -> None:
 
 
 def test_label_of_a_picture_does_not_matter_but_its_bytes_do() -> None:
+    """C52."""
     url = data_url(PICTURE)
     assert key(with_image(url)) == key(with_image(data_url(PICTURE, "image/jpeg")))
     assert key(with_image(url)) != key(with_image(data_url(OTHER_PICTURE)))

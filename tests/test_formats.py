@@ -114,6 +114,7 @@ def test_source_tells_where_an_outcome_came_from(outcome: Any, source: str) -> N
 
 
 def test_pictures_are_cut_out_of_what_is_written_and_nothing_else() -> None:
+    """C64."""
     value = {"a": [PICTURE, "data:,short", "see data:image/png;base64," + "A" * 1000], "b": {"c": PICTURE}, "n": 1.5}
     kept = without_data_urls(value)
     assert kept["a"] == ["data:image/png;base64,… (1022 characters)", *value["a"][1:]]  # type: ignore[index]

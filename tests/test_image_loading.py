@@ -139,6 +139,7 @@ def test_file_without_permission_is_refused(picture: Path) -> None:
 
 
 def test_root_confines_paths_and_resolves_links(tmp_path: Path) -> None:
+    """C86."""
     root, outside = tmp_path / "root", tmp_path / "root-too"
     for folder in (root / "sub", outside):
         folder.mkdir(parents=True)
@@ -205,6 +206,7 @@ def image_server(answer: Callable[[Handler], None]) -> Iterator[ImageServer]:
 
 
 def test_signed_url_is_sent_as_given_also_after_a_redirect() -> None:
+    """C84."""
     signed = "/a%2Fb/vc%26p%c3%a9.jpg?sig=x%2By%3D&c=me%40z"
 
     def answer(request: Handler) -> None:
@@ -222,6 +224,7 @@ def test_signed_url_is_sent_as_given_also_after_a_redirect() -> None:
 
 
 def test_user_agent_names_the_tool_and_can_be_set() -> None:
+    """C85."""
     with image_server(lambda request: request.reply(200, PICTURE)) as server:
         load(server.url, FETCH)
         load(server.url, replace(FETCH, user_agent="tool/2 (me@example.com)"))
@@ -229,6 +232,8 @@ def test_user_agent_names_the_tool_and_can_be_set() -> None:
 
 
 def test_passing_trouble_of_an_image_host_is_tried_again() -> None:
+    """C90."""
+
     def answer(request: Handler) -> None:
         match len(request.server.paths):
             case 1:
@@ -247,6 +252,7 @@ def test_passing_trouble_of_an_image_host_is_tried_again() -> None:
 
 @pytest.mark.parametrize(("status", "tries"), [(403, 1), (404, 1), (410, 1), (429, 4), (500, 4), (503, 4)])
 def test_http_status_decides_whether_to_try_again(status: int, tries: int) -> None:
+    """C85."""
     with image_server(lambda request: request.reply(status, b"no")) as server:
         message = refusal(f"{server.url}/cat.jpg?X-Signature=SECRET", FETCH)
         assert f"{server.url}/cat.jpg the server answers {status}" in message
@@ -291,6 +297,7 @@ def test_download_is_bounded_in_time() -> None:
 
 
 def test_private_addresses_are_refused_before_anything_is_sent() -> None:
+    """C86."""
     policy = replace(FETCH, allow_private_addresses=False)
     with image_server(lambda request: request.reply(200, PICTURE)) as server:
         port = server.server_port
@@ -314,6 +321,7 @@ def test_redirects_that_go_in_circles_end() -> None:
 
 
 def test_proxy_of_the_environment_is_used_and_sees_the_raw_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C35."""
     with image_server(lambda request: request.reply(200, PICTURE)) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         monkeypatch.setenv("no_proxy", "direct.invalid")
@@ -375,6 +383,7 @@ def test_image_url_is_a_data_url_and_errors_name_the_reference(picture: Path, tm
 
 
 def test_many_threads_load_side_by_side_without_leaving_files_open(picture: Path, tmp_path: Path) -> None:
+    """C82."""
     (tmp_path / "cut.png").write_bytes(PICTURE[:30])
     before = len(os.listdir("/proc/self/fd"))
 

@@ -82,6 +82,7 @@ def flaky(tmp_path: Path) -> Iterator[str]:
 
 
 def test_transient_storage_errors_are_tried_again(flaky: str) -> None:
+    """C70."""
     FlakyFileSystem.failures = [TimeoutError("slow"), StatusError(503), ConnectionResetError("gone")]
     assert load(flaky) == PICTURE
     assert FlakyFileSystem.opened == 4
@@ -89,6 +90,7 @@ def test_transient_storage_errors_are_tried_again(flaky: str) -> None:
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), StatusError(404), StatusError(403), PermissionError("x")])
 def test_final_storage_errors_are_not_tried_again(flaky: str, error: Exception) -> None:
+    """C70."""
     FlakyFileSystem.failures = [error]
     message = refusal(flaky)
     assert FlakyFileSystem.opened == 1
@@ -132,6 +134,7 @@ def bucket() -> Iterator[str]:
 
 
 def test_cloud_storage_is_read_by_many_threads_with_one_client(bucket: str) -> None:
+    """C69."""
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(load, [f"{bucket}/a b/cat%20#1.jpg"] * 100)) == {PICTURE}
     assert image_storage._cloud_storage.cache_info().misses == 1

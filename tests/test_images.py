@@ -120,6 +120,7 @@ TURNED_BACK = {
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_camera_orientation_is_applied(orientation: int, image_format: str) -> None:
+    """C72."""
     turn = TURNED_BACK[orientation]
     stored = photo() if turn is None else photo().transpose(turn)
     data = saved(stored, image_format, exif=exif(orientation))
@@ -152,6 +153,7 @@ def test_broken_exif_counts_as_none_and_warns_nobody() -> None:
     "I;16", "I;16B", "I;16L",
 ])  # fmt: skip
 def test_every_mode_becomes_rgb_or_grey(mode: str, target: str) -> None:
+    """C73."""
     source = Image.new("RGB", (20, 10), RED)
     via = {"La": "LA", "RGBa": "RGBA", "PA": "P", "I;16B": "I;16", "I;16L": "I;16"}.get(mode)
     if mode == "LAB":
@@ -172,6 +174,7 @@ def test_every_mode_becomes_rgb_or_grey(mode: str, target: str) -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
 def test_transparency_is_blended_with_the_background(mode: str) -> None:
+    """C74."""
     source = Image.frombytes("L", (30, 10), random.Random(1).randbytes(300)).convert("RGBA")
     alpha = Image.new("L", source.size, 0)
     ImageDraw.Draw(alpha).rectangle((10, 0, 19, 9), fill=255)
@@ -191,6 +194,7 @@ def test_transparency_is_blended_with_the_background(mode: str) -> None:
 
 
 def test_half_transparent_pixels_are_mixed() -> None:
+    """C74."""
     image = decoded(encode_image(Image.new("RGBA", (4, 4), (255, 0, 0, 128)), PLAIN))
     assert is_close(pixel(image, 1, 1), (255, 127, 127), by=1)
 
@@ -214,6 +218,7 @@ def ramp_16_bit() -> Image.Image:
     pytest.param(lambda: ramp_16_bit().convert("I").point(lambda v: v * 100 + 7), id="I of 24 bits"),
 ])  # fmt: skip
 def test_deep_grey_keeps_256_levels(make: Callable[[], bytes | Image.Image]) -> None:
+    """C75."""
     image = decoded(encode_image(make(), PLAIN))
     assert image.mode == "L"
     assert list(image.tobytes()) == list(range(256))
@@ -233,12 +238,14 @@ def test_grey_without_finite_values_is_refused() -> None:
 
 
 def test_cmyk_red_stays_red() -> None:
+    """C76."""
     source = Image.new("RGB", (16, 16), RED).convert("CMYK")
     for data in (saved(source, "JPEG", quality=95), saved(source, "TIFF")):
         assert is_close(pixel(decoded(encode_image(data, PLAIN)), 8, 8), RED, by=6)
 
 
 def test_other_profile_is_applied_and_left_out() -> None:
+    """C76."""
     wide = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     for name in (b"sRGB", "sRGB".encode("utf-16-be")):
         while (found := wide.find(name)) >= 0:
@@ -262,6 +269,7 @@ def test_broken_or_foreign_profile_is_ignored(profile: bytes) -> None:
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
 def test_cut_off_file_is_refused(image_format: str, share: float) -> None:
+    """C78."""
     noise = Image.frombytes("RGB", (80, 60), random.Random(2).randbytes(80 * 60 * 3))
     data = saved(noise, image_format)
     with pytest.raises(RequestError) as caught:
@@ -302,6 +310,7 @@ def test_png_with_a_wrong_checksum_is_not_sent_as_it_is() -> None:
     (png_header(20_000, 20_000) + png_chunk(b"IDAT", b"x") + png_chunk(b"IEND", b""), "20000x20000"),
 ])  # fmt: skip
 def test_no_picture_is_refused_with_a_reason(data: bytes, reason: str) -> None:
+    """C77."""
     with pytest.raises(RequestError, match=reason) as caught:
         encode_image(data, PLAIN, "image /data/cat.jpg")
     assert caught.value.message.startswith("image /data/cat.jpg ")
@@ -316,6 +325,7 @@ def test_heic_without_its_extra_names_the_extra() -> None:
 
 
 def test_first_frame_of_an_animation_is_sent() -> None:
+    """C80."""
     frames = [Image.new("RGB", (12, 12), colour) for colour in (RED, (0, 255, 0), (0, 0, 255))]
     for image_format in ("GIF", "PNG", "WEBP"):
         data = saved(frames[0], image_format, save_all=True, append_images=frames[1:], duration=100)
@@ -373,6 +383,7 @@ def test_target_size_never_exceeds_the_limits(width: int, height: int, max_pixel
 
 
 def test_least_side_beyond_another_limit_is_refused() -> None:
+    """C81."""
     with pytest.raises(RequestError, match="min_side 28"):
         encode_image(saved(Image.new("RGB", (3000, 10)), "PNG"), ImagePolicy(min_side=28, max_side=3000))
 
@@ -390,6 +401,7 @@ def test_large_picture_is_made_smaller(mode: str) -> None:
     ("policy_format", "media_type"), [("auto", "image/jpeg"), ("jpeg", "image/jpeg"), ("png", "image/png")]
 )
 def test_result_fits_into_max_bytes(policy_format: str, media_type: str) -> None:
+    """C83."""
     noise = Image.frombytes("RGB", (300, 200), random.Random(3).randbytes(300 * 200 * 3))
     for data in (saved(noise, "PNG"), saved(noise, "JPEG", quality=95)):
         encoded = encode_image(data, ImagePolicy(max_bytes=8000, format=policy_format))
@@ -409,6 +421,7 @@ def test_format_in_the_policy_wins() -> None:
 
 
 def test_same_picture_gives_same_pixels_from_bytes_and_pil(tmp_path: Path) -> None:
+    """C87."""
     path = tmp_path / "turned.webp"
     path.write_bytes(saved(photo().convert("RGBA"), "WEBP", lossless=True, exif=exif(6)))
     jpeg = tmp_path / "plain.jpg"

@@ -45,6 +45,7 @@ PERMANENT = Verdict(ErrorKind.INVALID_REQUEST, retryable=False, message="m")
     ],
 )
 def test_retry_after_is_read_in_every_form(headers: dict[str, str], wait_s: float | None) -> None:
+    """C23, C24."""
     assert parse_retry_after(headers, NOW) == (None if wait_s is None else pytest.approx(wait_s))
 
 

@@ -23,6 +23,7 @@ def observe(rule: StopRule, verdict: Verdict, times: int, now_s: float = 0.0) ->
 
 
 def test_nothing_but_refusals_stop_the_run_and_say_why() -> None:
+    """C15, C18, C19."""
     rule = StopRule()
     assert observe(rule, BAD_KEY, EVIDENCE - 1) is None
     reason = rule.observe(BAD_KEY, 0.0)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +155,7 @@ def test_a_store_that_breaks_during_the_run_costs_no_row(endpoint: ScriptedEndpo
 
 
 def test_a_damaged_value_is_asked_again(endpoint: ScriptedEndpoint, tmp_path: Path) -> None:
+    """C49."""
     settings = config(endpoint, f"sqlite:///{tmp_path}/a.db")
     run(settings, "row")
     with sqlite3.connect(f"{tmp_path}/a.db") as vandal:

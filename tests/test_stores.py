@@ -222,6 +222,7 @@ def processes() -> ForkServerContext:
 
 
 def test_sixteen_processes_open_an_empty_store_at_once(tmp_path: Path, processes: ForkServerContext) -> None:
+    """C55."""
     # Ten stores, since a race in opening shows once in some hundred times.
     paths, start = [f"{tmp_path}/{i}.db" for i in range(10)], processes.Barrier(16, timeout=30)
     shares = [range(first, first + 20) for first in range(0, 320, 20)]
@@ -237,6 +238,7 @@ def test_sixteen_processes_open_an_empty_store_at_once(tmp_path: Path, processes
 
 
 def test_kill_of_all_writers_loses_no_acknowledged_row(tmp_path: Path, processes: ForkServerContext) -> None:
+    """C59."""
     path = str(tmp_path / "answers.db")
     logs = [tmp_path / f"acknowledged-{i}" for i in range(6)]
     for round_logs in (logs[:3], logs[3:]):
