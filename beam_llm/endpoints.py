@@ -242,7 +242,7 @@ class EndpointPool:
             self.strained = True
         refused = verdict.shrinks or verdict.kind is ErrorKind.RATE_LIMIT
         if refused or not verdict.retryable:  # an answer, or words about the row: the server is at work
-            endpoint.share.observe(refused, now_s, endpoint.in_flight, self._limit.ceiling)
+            endpoint.share.observe(refused, lease.taken_s, now_s, endpoint.in_flight, self._limit.ceiling)
         others_open = len(self.endpoints) > 1 and any(e.is_open(now_s) for e in self.endpoints if e is not endpoint)
         endpoint.observe(lease, verdict, now_s, others_open=others_open)
         if verdict.kind not in _TOLD_TO_WAIT or retry_after_s is None or retry_after_s < SHORTEST_PAUSE_S:

@@ -16,6 +16,10 @@ LOOK_S = 1.0
 EARLY_LOOK_S = 0.2
 """Sooner when as many as may be open were refused, as by a full queue: it would refuse thousands in a second."""
 
+HOLD_S = 5.0
+LONGEST_HOLD_S = 60.0
+"""How long a share stays below what was too much the last time, before it tries again."""
+
 FEW = 20
 """A look counts this many verdicts at least, the missing ones as answers: one failure in slow traffic says little."""
 
@@ -29,19 +33,25 @@ class AdaptiveShare:
     Looked at with a verdict, about once a second. A look cuts the share by half the fraction that was refused, and
     adds a step if anything was answered. All refused: it is halved. One in fifty refused, whatever the load: the step
     makes up for it, and the share stays whole; cutting in proportion is DCTCP's idea (RFC 8257). Where most were
-    refused, it also goes down to what is open at that moment, since a full server refuses at once and works on the
-    rest: what RFC 5681 calls the flight size.
+    refused, it also goes down to nine tenths of what is open at that moment, the flight size of RFC 5681: a full server
+    refuses at once and works on the rest.
 
-    The step doubles with every look from 1/256 to 1/32 of the ceiling and starts anew when most were refused, so
-    repeated refusals make it careful: back from a half takes 19 looks, from nothing 35. Where verdicts are further
-    apart than a second, so are looks. OpenAI's `slow_down` wants a ramp over many minutes above a million tokens a
-    minute; who needs that sets `tokens_per_minute`.
+    The step doubles with every look from 1/256 to 1/32 of the ceiling and starts anew when most were refused. From
+    nothing to the whole takes 35 looks; where verdicts are further apart than a second, so are looks. But where most
+    were refused, it stays below what was open then for 5 s, and twice as long each time that trying a little more was
+    in vain, as CUBIC stays on its plateau (RFC 9438): at every try a full server refuses hundreds of requests, each of
+    which has only so many tries. OpenAI's `slow_down` wants a ramp over many minutes above a million tokens a minute;
+    who needs that sets `tokens_per_minute`.
     """
 
     def __init__(self) -> None:
         self.share = 1.0
         self._step = FIRST_STEP
         self._looked_s = -math.inf
+        self._cut_s = -math.inf
+        self._bound = 0.0
+        self._bound_until_s = -math.inf
+        self._hold_s = HOLD_S
         self._answered = 0
         self._refused = 0
 
@@ -49,17 +59,19 @@ class AdaptiveShare:
         """Open requests that it stands for; never below one, or nothing would show that the endpoint has recovered."""
         return max(1, int(self.share * ceiling))
 
-    def observe(self, refused: bool, now_s: float, in_flight: int, ceiling: int) -> None:
+    def observe(self, refused: bool, sent_s: float, now_s: float, in_flight: int, ceiling: int) -> None:
         """Takes one verdict.
 
         Args:
             refused: Whether it is a sign of overload, or an answer.
+            sent_s: When the request was sent. Refusals of what was sent before the share was cut for a flood of them do
+                not cut it again: one cut for one window, as in RFC 6582.
             now_s: The clock.
             in_flight: Open at the endpoint now.
             ceiling: Allowed for the whole share.
         """
         if refused:
-            self._refused += 1
+            self._refused += sent_s > self._cut_s
         else:
             self._answered += 1
         passed_s = now_s - self._looked_s
@@ -70,12 +82,27 @@ class AdaptiveShare:
     def _look(self, now_s: float, in_use: float) -> None:
         refused = self._refused / max(FEW, self._refused + self._answered)
         growth = self._step if self._answered else 0.0
-        most = refused > 0.5
         cut = self.share * (1 - refused / 2)
-        self.share = min(1.0, (min(cut, in_use) if most else cut) + growth)
-        self._step = FIRST_STEP if most else min(LARGEST_STEP, 2 * self._step)
+        if refused > 0.5:
+            self._cut(cut, 0.9 * in_use, now_s)
+        else:
+            bound = self._bound if now_s < self._bound_until_s else 1.0
+            self.share = max(cut, min(bound, cut + growth))
+            self._step = min(LARGEST_STEP, 2 * self._step) if self.share < bound else FIRST_STEP
         self._looked_s = now_s
         self._answered = self._refused = 0
+
+    def _cut(self, cut: float, bound: float, now_s: float) -> None:
+        if now_s < self._bound_until_s:
+            tried_more = False
+        else:
+            tried_more = self.share < 2 * self._bound
+            self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s) if tried_more else HOLD_S
+        self.share = min(self.share if tried_more else cut, bound)
+        self._step = FIRST_STEP
+        self._cut_s = now_s
+        self._bound = bound
+        self._bound_until_s = now_s + self._hold_s
 
 
 class Throttle:

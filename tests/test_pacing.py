@@ -152,6 +152,21 @@ def test_one_that_gives_up_holds_up_nobody(place: int) -> None:
     asyncio.run(run())
 
 
+def test_one_that_gives_up_just_when_its_turn_comes_passes_it_on() -> None:
+    async def run() -> None:
+        pacer = Pacer(600, None, Throttle())
+        for _ in range(10):
+            await pacer.wait(0)  # the burst is gone
+        waiting = [asyncio.create_task(pacer.wait(0)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        waiting[0].cancel()
+        await asyncio.sleep(0)  # the first hands its turn to the second, which has not run yet
+        waiting[1].cancel()
+        await asyncio.wait_for(waiting[2], 2)
+
+    asyncio.run(run())
+
+
 def test_both_limits_hold_and_their_time_is_throttled() -> None:
     async def run() -> tuple[float, int]:
         throttle = Throttle()
