@@ -318,6 +318,15 @@ def test_a_bad_key_ends_the_run_in_one_line_and_a_mended_server_is_asked_anew(en
         assert api.generate(["a", "b"]) == ["a", "b"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a process that a script has started in the background ignores it from its birth."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_a_keyboard_interrupt_that_cancels_what_is_open() -> None:
     async def interrupts(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if last_text(body) == "19":

@@ -141,6 +141,7 @@ from pathlib import Path
 from beam_llm.compat import MPOpenAIAPI
 
 endings = {}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 
 def workers():
     found = []
