@@ -6,13 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from beam_llm.body import PreparedRequest
+from beam_llm.config import ChatConfig
 from beam_llm.records import Outcome
-
-if TYPE_CHECKING:
-    from beam_llm.driver import Driver
 
 _CHECK_S = 1.0
 """Longest sleep before looking whether the loop thread is still there."""
@@ -34,6 +32,28 @@ class Job:
     begun: bool = False
 
 
+class JobQueue(Protocol):
+    """The driver, as its channels see it."""
+
+    config: ChatConfig
+    unsent_bytes: int
+
+    def accept(self, jobs: list[Job]) -> None:
+        """Takes jobs over without waiting."""
+
+    def abandon(self, channel: Channel) -> None:
+        """Drops a channel's jobs."""
+
+    def check(self) -> None:
+        """Raises RunStoppedError where waiting is pointless."""
+
+    def wait_for(self, channel: Channel) -> None:
+        """The channel's bundle thread is about to sleep."""
+
+    def awake(self, channel: Channel) -> None:
+        """The channel's bundle thread runs again."""
+
+
 class Channel:
     """Used by one bundle thread; the driver's loop thread delivers into it.
 
@@ -41,7 +61,7 @@ class Channel:
     increment is not atomic.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: JobQueue) -> None:
         self.pending = 0
         self.begun = 0
         self.abandoned = False
