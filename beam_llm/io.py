@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +15,7 @@ from apache_beam.io.filesystems import FileSystems
 from apache_beam.io.textio import WriteToText
 
 from beam_llm import metrics
-from beam_llm.errors import ErrorKind, RequestError
+from beam_llm.errors import ConfigError, ErrorKind, RequestError
 from beam_llm.formats import openai_batch, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object
 from beam_llm.lines import FileRange, InputError, Line, match_files, plan_ranges, read_lines
@@ -169,6 +171,22 @@ class WriteResults(beam.PTransform):
         # The number of shards is left to the runner: naming one would put every record through a shuffle.
         prefix = FileSystems.join(self._output, name)
         return WriteToText(prefix, file_name_suffix=".jsonl", coder=BytesCoder(), skip_if_empty=True)
+
+
+def check_output(output: str) -> None:
+    """Makes a local output folder, to find out whether it can be one; a bucket is left to the run.
+
+    Raises:
+        ConfigError: It is a file, or cannot be written to.
+    """
+    if "://" in output:
+        return
+    try:
+        os.makedirs(output, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output={output}: {error.strerror}; name a folder that can be written to") from error
 
 
 class StaleResults:

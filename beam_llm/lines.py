@@ -187,5 +187,8 @@ def _content(offset: int, data: bytes) -> bytes:
 
 
 def _open(path: str) -> IO[bytes]:
-    opened: IO[bytes] = FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED)
+    try:
+        opened: IO[bytes] = FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED)
+    except OSError as error:  # a folder, no permission, gone since it was matched
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     return opened

@@ -22,7 +22,7 @@ from beam_llm.api_key import read_api_key
 from beam_llm.config import ChatConfig
 from beam_llm.errors import BeamLLMError, ConfigError
 from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
-from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, detect_format
+from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, check_output, detect_format
 from beam_llm.lines import InputError, match_files
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
 from beam_llm.options import base_urls, chat_config, row_columns
@@ -89,6 +89,7 @@ def _settle(argv: list[str]) -> _Run:
     if not 0 <= chat.max_failed_ratio <= 1:
         raise ConfigError(f"max_failed_ratio must be between 0 and 1, got {chat.max_failed_ratio}")
     files = match_files(chat.input)
+    check_output(chat.output)
     columns = row_columns(chat)
     input_format = Format(chat.input_format) if chat.input_format else detect_format(files)
     output_format = Format(chat.output_format) if chat.output_format else input_format
