@@ -89,7 +89,6 @@ def _settle(argv: list[str]) -> _Run:
     if not 0 <= chat.max_failed_ratio <= 1:
         raise ConfigError(f"max_failed_ratio must be between 0 and 1, got {chat.max_failed_ratio}")
     files = match_files(chat.input)
-    check_output(chat.output)
     columns = row_columns(chat)
     input_format = Format(chat.input_format) if chat.input_format else detect_format(files)
     output_format = Format(chat.output_format) if chat.output_format else input_format
@@ -115,8 +114,9 @@ def _check(config: ChatConfig, run: _Run) -> None:
     if run.processes is not None and not run.chat.validate_only:
         read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
-        if config.response_store is not None:
-            asyncio.run(try_store(config.response_store))
+    check_output(run.output)
+    if run.processes is not None and config.response_store is not None:
+        asyncio.run(try_store(config.response_store))
 
 
 def _execute(run: _Run, config: ChatConfig) -> int:

@@ -324,6 +324,20 @@ def test_nothing_that_was_not_set_is_sent(tmp_path: Path) -> None:
     assert set(endpoint.paths) == {"/v1/chat/completions"}
 
 
+@pytest.mark.parametrize(
+    ("swap", "says"),
+    [("input", "cannot be read: Is a directory"), ("output", "name a folder that can be written to")],
+)
+def test_a_folder_for_a_file_and_a_file_for_a_folder_are_usage_errors(swap: str, says: str, tmp_path: Path) -> None:
+    file, folder = write_lines(tmp_path / "in.jsonl", request("a", "b")), tmp_path / "folder"
+    folder.mkdir()
+    given, output = (folder, tmp_path / "out") if swap == "input" else (file, file)
+    done = run(output, f"--input={given}", "--base_url=simulated", "--num_workers=1")
+    assert done.code == 2
+    [line] = done.lines
+    assert says in line
+
+
 def test_a_field_that_the_dialect_refuses_fails_its_row_only(tmp_path: Path) -> None:
     rows = [request("plain", "hello"), request("refused", "hello", top_k=5)]
     flags = ("--base_url=simulated?strict_fields=true", "--dialect=openai", "--num_workers=1")
