@@ -16,6 +16,9 @@ from beam_llm.stores import check_store_url
 
 MEGABYTE = 1 << 20
 
+FINISHED = ("stop", "tool_calls")
+"""Finish reasons of answers that no rerun would better."""
+
 _ABOVE_ZERO = ("max_in_flight_mb", "connect_timeout_s", "read_timeout_s")
 
 
@@ -75,7 +78,7 @@ class ChatConfig:
     batch_size: int = 64
     response_store: str | None = None
     store_namespace: str = ""
-    stored_finish_reasons: tuple[str, ...] = ("stop", "tool_calls")
+    stored_finish_reasons: tuple[str, ...] = FINISHED
 
     def __post_init__(self) -> None:
         urls = (self.base_urls,) if isinstance(self.base_urls, str) else tuple(self.base_urls)

@@ -111,6 +111,7 @@ class ChatOptions(argparse.Namespace):
     fail_on: list[str] | None
     response_store: str
     store_namespace: str
+    stored_finish_reasons: list[str] | None
     limit: int | None
     validate_only: bool
     max_failed_ratio: float
@@ -242,6 +243,12 @@ def _add_run(add: Callable[..., Any]) -> None:
         metavar="URL",
         help="finished answers are kept there, so that a rerun asks only what is missing: sqlite:///file.db, "
         "redis://…, gs://bucket/prefix/ or none; auto (default): in the output folder",
+    )
+    add(
+        "--stored_finish_reasons",
+        type=names,
+        metavar="NAME[,NAME]",
+        help="answers with these are kept in the store (stop,tool_calls)",
     )
     add("--store_namespace", default="", metavar="TEXT", help="part of the store's key; keeps jobs apart")
     add(

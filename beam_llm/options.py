@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from beam_llm.config import ChatConfig
+from beam_llm.config import FINISHED, ChatConfig
 from beam_llm.errors import ConfigError
 from beam_llm.flags import ChatOptions, names
 from beam_llm.formats.rows import RowColumns
@@ -61,6 +61,7 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
         deadline_s=options.deadline_s,
         response_store=_response_store(options, local=processes is not None),
         store_namespace=options.store_namespace,
+        stored_finish_reasons=tuple(options.stored_finish_reasons or FINISHED),
         fail_on=tuple(options.fail_on or ()),
     )
 

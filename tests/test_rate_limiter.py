@@ -1,4 +1,4 @@
-"""Beam's own rate limiter, passed to the transform, against a real gRPC service that speaks Envoy's protocol."""
+"""Rate limits as the runner sees them: the time they take, and Beam's own limiter against a real gRPC service."""
 
 from __future__ import annotations
 
@@ -55,6 +55,24 @@ def serving(service: RateLimitService) -> Iterator[str]:
     server.stop(None).wait()
 
 
+def counters(result: Any) -> dict[str, int]:
+    return {c.key.metric.name: c.result for c in result.metrics().query(MetricsFilter())["counters"]}
+
+
+def test_time_held_back_by_the_configs_own_limits_is_reported_to_the_runner() -> None:
+    """6 requests at 120 a minute, of which a second's worth may go at once: two seconds on hold."""
+    options = PipelineOptions(["--num_workers=1"])
+    settle_runner(options)
+    with ScriptedEndpoint(echo) as endpoint:
+        config = ChatConfig(base_urls=(endpoint.base_url,), model="m", requests_per_minute=120)
+        pipeline = beam.Pipeline(options=options)
+        requests = [ChatRequest(str(i), {"messages": str(i)}) for i in range(6)]
+        _ = pipeline | beam.Create(requests, reshuffle=False) | ChatCompletion(config)
+        result = pipeline.run()
+        result.wait_until_finish()
+    assert 1 <= counters(result)["cumulativeThrottlingSeconds"] <= 3
+
+
 def test_one_limit_over_all_workers_is_asked_for_every_request_that_is_sent() -> None:
     service = RateLimitService()
     options = PipelineOptions(["--num_workers=1"])
@@ -69,6 +87,5 @@ def test_one_limit_over_all_workers_is_asked_for_every_request_that_is_sent() ->
         result = pipeline.run()
         result.wait_until_finish()
     assert service.hits == [10, 10, 10, 5]  # the first ten were refused once
-    counters = {c.key.metric.name: c.result for c in result.metrics().query(MetricsFilter())["counters"]}
-    assert counters["cumulativeThrottlingSeconds"] == 1
+    assert counters(result)["cumulativeThrottlingSeconds"] == 1
     assert len(endpoint.requests) == 25
