@@ -25,6 +25,9 @@ T = TypeVar("T")
 _MARK = "BEAM_LLM_TEST_RUN"
 """An environment variable that every process of a run inherits: how its processes are found, whatever they become."""
 
+_QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}
+"""Google's packages warn at import that they will leave the oldest Python behind: true, and not of this command."""
+
 _WORKER = b"\0-m\0apache_beam.runners.worker.sdk_worker_main\0"
 
 _OF_THE_CALLER = re.compile(r"(OPENAI_|BEAM_LLM_|https?_proxy$|all_proxy$)", re.IGNORECASE)
@@ -99,7 +102,7 @@ class Command:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipelines.run", f"--output={output}", *flags],
                 cwd=ROOT,
-                env={**inherited, **(env or {}), _MARK: self._mark},
+                env={**inherited, **_QUIET, **(env or {}), _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log if stderr is None else stderr,

@@ -404,7 +404,12 @@ def test_a_run_ends_within_seconds_and_leaves_nothing_open(
     ended = subprocess.run(
         [sys.executable, "-c", _RUN, endpoint.base_url, str(workers), str(fails_at)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDEVMODE": "1",
+            "PYTHONWARNINGS": "error,ignore::FutureWarning",
+        },
         capture_output=True,
         text=True,
         timeout=60,
