@@ -30,7 +30,7 @@ def run_script(folder: Path, text: str, script: Script) -> tuple[dict[str, Any],
         ran = subprocess.run(
             [sys.executable, "job.py", simulator.base_url],
             cwd=folder,
-            env=environment,
+            env={**environment, "PYTHONWARNINGS": "ignore::FutureWarning"},
             capture_output=True,
             text=True,
             timeout=150,
