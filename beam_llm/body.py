@@ -85,6 +85,8 @@ class BodyBuilder:
             if not isinstance(request.body, Mapping):
                 raise RequestError(f"body: expected an object, got {type(request.body).__name__}")
             fields = merge_fields(self._defaults, request.body, self._config.dialect)
+            if not isinstance(request.custom_id, str):
+                raise RequestError(f"custom_id: expected a string, got {request.custom_id!r:.80}")
             if not isinstance(model := fields.get("model"), str) or not model:
                 raise RequestError(f"body.model: expected a name, got {model!r}; name it in the row or with --model")
             if "messages" not in fields:
@@ -104,7 +106,7 @@ class BodyBuilder:
             return PreparedRequest(draft.request, Body(dumps(fields)), len(draft.references), self._key(draft, fields))
         except RequestError as error:
             return failed_before_sending(draft.request, error)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             return failed_before_sending(draft.request, RequestError(f"body: cannot be written as JSON: {error}"))
 
     def _key(self, draft: Draft, fields: dict[str, Any]) -> str | None:

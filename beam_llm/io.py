@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +13,7 @@ from apache_beam.io.filesystems import FileSystems
 from apache_beam.io.textio import WriteToText
 
 from beam_llm import metrics
-from beam_llm.errors import ConfigError, ErrorKind, RequestError
+from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.formats import openai_batch, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object
 from beam_llm.lines import FileRange, InputError, Line, match_files, plan_ranges, read_lines
@@ -150,17 +148,21 @@ class WriteResults(beam.PTransform):
         output_format: How a record becomes a line.
         ordered: One shard for each range that was read, whose names and lines follow the input; see `ordered`.
             Else one shard a bundle, lines as they finish.
+        failed_name: What the files of failed requests begin with.
     """
 
-    def __init__(self, output: str, output_format: Format, *, ordered: bool = False) -> None:
+    def __init__(
+        self, output: str, output_format: Format, *, ordered: bool = False, failed_name: str = "failed"
+    ) -> None:
         super().__init__()
+        self._failed_name = failed_name
         self._output = output
         self._to_line = _WRITERS[output_format]
         self._ordered = ordered
 
     def expand(self, results: ChatResults) -> None:
         """One sink for each output, fused with what is before it."""
-        for name, outcomes in results._asdict().items():
+        for name, outcomes in (("completed", results.completed), (self._failed_name, results.failed)):
             if self._ordered:
                 _ = outcomes | f"Write_{name}" >> beam.ParDo(WriteOrderedShards(self._output, name, self._to_line))
             else:
@@ -171,43 +173,3 @@ class WriteResults(beam.PTransform):
         # The number of shards is left to the runner: naming one would put every record through a shuffle.
         prefix = FileSystems.join(self._output, name)
         return WriteToText(prefix, file_name_suffix=".jsonl", coder=BytesCoder(), skip_if_empty=True)
-
-
-def check_output(output: str) -> None:
-    """Makes a local output folder, to find out whether it can be one; a bucket is left to the run.
-
-    Raises:
-        ConfigError: It is a file, or cannot be written to.
-    """
-    if "://" in output:
-        return
-    try:
-        os.makedirs(output, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise ConfigError(f"output={output}: {error.strerror}; name a folder that can be written to") from error
-
-
-class StaleResults:
-    """Result files that an earlier run left in the output folder; make it before the run.
-
-    Args:
-        output: The output folder.
-    """
-
-    def __init__(self, output: str) -> None:
-        self._output = output
-        self._before = _result_files(output)
-
-    def remove(self) -> None:
-        """Deletes those that the run has not written anew: a rerun may make fewer shards, or have no failures."""
-        after = _result_files(self._output)
-        if stale := [path for path, written in self._before.items() if after.get(path) == written]:
-            FileSystems.delete(stale)
-
-
-def _result_files(output: str) -> dict[str, float]:
-    """When each result file was last written, in seconds."""
-    patterns = [FileSystems.join(output, f"{name}-*-of-*.jsonl") for name in ChatResults._fields]
-    return {m.path: m.last_updated_in_seconds for found in FileSystems.match(patterns) for m in found.metadata_list}

@@ -98,7 +98,7 @@ def _typed_image_part(item: Mapping[str, Any], where: str) -> Part:
         reference = reference["url"]
     if isinstance(detail := item.get("detail"), str):
         options["detail"] = detail
-    if reference is None or reference == "":
+    if reference is None or (isinstance(reference, str) and not reference):
         raise RequestError(f"{where}: an image part names no image (expected a path, a URL, bytes or a PIL image)")
     kept = {name: value for name, value in item.items() if name not in _IMAGE_FIELDS}
     return {**kept, **_image_part(reference, options)}

@@ -108,6 +108,9 @@ class Completion:
     def answer(self) -> str | None:
         """Text of the first choice; None for a pure tool call, a refusal, or a budget used up by reasoning."""
         content = self.message.get("content")
+        if isinstance(content, list):  # parts, as some gateways answer
+            texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            return "".join(texts) if texts else None
         return content if isinstance(content, str) else None
 
     @property

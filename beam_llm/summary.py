@@ -67,6 +67,9 @@ class Summary:
             return f"{rows:,} rows: {good:,} can be sent, {failed}; nothing was sent; {self.seconds:.1f} s"
         sent = self.count(metrics.REQUESTS)
         parts = [f"{rows:,} rows: {self.count(metrics.COMPLETED):,} completed, {failed}"]
+        for reason, n in self.by(metrics.FINISH).items():
+            if reason not in ("stop", "tool_calls"):
+                parts.append(f"{n:,} with finish_reason {reason}")
         if stored := self.count(metrics.FROM_STORE):
             parts.append(f"{stored:,} from the store")
         if lost := self.count(metrics.NOT_STORED):

@@ -22,13 +22,14 @@ from beam_llm.api_key import read_api_key
 from beam_llm.config import ChatConfig
 from beam_llm.errors import BeamLLMError, ConfigError
 from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
-from beam_llm.io import Format, InputFormat, ReadRequests, StaleResults, WriteResults, check_output, detect_format
+from beam_llm.io import Format, InputFormat, ReadRequests, WriteResults, detect_format
 from beam_llm.lines import InputError, match_files
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
 from beam_llm.options import base_urls, chat_config, row_columns
 from beam_llm.process_limits import allow_connections
 from beam_llm.progress import ProgressReceiver
 from beam_llm.progress_bar import ProgressBar
+from beam_llm.result_folder import INVALID, SUMMARY, VALIDATION, StaleResults, check_output, job_of, refuse_loss
 from beam_llm.runner import settle_runner
 from beam_llm.simulator import Script, SimulatorProcess
 from beam_llm.stores import try_store
@@ -115,6 +116,8 @@ def _check(config: ChatConfig, run: _Run) -> None:
         read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
     check_output(run.output)
+    if not run.chat.validate_only:
+        refuse_loss(run.output, (path for path, _ in run.files), job_of(run.patterns, run.chat.limit))
     if run.processes is not None and config.response_store is not None:
         asyncio.run(try_store(config.response_store))
 
@@ -132,9 +135,12 @@ def _execute(run: _Run, config: ChatConfig) -> int:
     except (BeamLLMError, RuntimeError) as error:
         print(f"error: {reason_of(error)}", file=sys.stderr)
         return EXIT_FAILED
-    stale.remove()
     summary = summarise(result, time.monotonic() - started, validated=run.chat.validate_only)
-    return _conclude(run, summary)
+    code = summary.exit_code(run.chat.max_failed_ratio)
+    if not run.chat.validate_only and code != EXIT_FAILED:
+        stale.remove()
+    _conclude(run, summary, code)
+    return code
 
 
 def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
@@ -142,19 +148,19 @@ def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
     pipeline = beam.Pipeline(options=run.options)
     requests = pipeline | "ReadRequests" >> ReadRequests(run.patterns, run.input_format, run.chat.limit)
     ask = ValidateRequests(config) if run.chat.validate_only else ChatCompletion(config)
-    write = WriteResults(run.output, run.output_format, ordered=run.chat.ordered)
+    failed_name = INVALID if run.chat.validate_only else "failed"
+    write = WriteResults(run.output, run.output_format, ordered=run.chat.ordered, failed_name=failed_name)
     _ = requests | "ChatCompletion" >> ask | "WriteResults" >> write
     return pipeline
 
 
-def _conclude(run: _Run, summary: Summary) -> int:
-    code = summary.exit_code(run.chat.max_failed_ratio)
-    path = FileSystems.join(run.output, "summary.json")
+def _conclude(run: _Run, summary: Summary, code: int) -> None:
+    path = FileSystems.join(run.output, VALIDATION if run.chat.validate_only else SUMMARY)
+    found = {**summary.as_dict(), "exit_code": code, **job_of(run.patterns, run.chat.limit)}
     with FileSystems.create(path, "application/json") as file:
-        file.write(orjson.dumps({**summary.as_dict(), "exit_code": code}, option=orjson.OPT_INDENT_2))
+        file.write(orjson.dumps(found, option=orjson.OPT_INDENT_2))
     print(f"results in {run.output}", file=sys.stderr)
     print(summary.line(), file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

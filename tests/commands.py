@@ -66,6 +66,17 @@ class Finished:
         return self._records("failed")
 
     @property
+    def invalid(self) -> list[Record]:
+        """The records of all `invalid-*` shards, which `--validate_only` writes."""
+        return self._records("invalid")
+
+    @property
+    def validation(self) -> Record:
+        """`validation.json`, which `--validate_only` writes."""
+        found: Record = json.loads((self.output / "validation.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
     def summary(self) -> Record:
         """`summary.json`."""
         found: Record = json.loads((self.output / "summary.json").read_text(encoding="utf-8"))

@@ -110,3 +110,28 @@ def test_a_cut_off_answer_is_a_completion_unless_the_user_says_otherwise() -> No
     failures, sent = outcomes(body, ("truncated",))
     assert isinstance(failures[0], FailedRequest)
     assert (failures[0].kind, failures[0].answer, sent) == (ErrorKind.TRUNCATED, body, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ([{"type": "image_url"}], None),
+        (None, None),
+    ],
+)
+def test_the_answer_is_text_in_either_form(content: Any, text: str | None) -> None:
+    assert Completion("a", completion("stop", content=content)).answer == text
+
+
+@pytest.mark.parametrize(
+    ("custom_id", "reference", "says"),
+    [(3, "x.png", "custom_id: expected a string, got 3"), ("a", [[1, 2]], "image"), ("a", object(), "image")],
+)
+def test_what_python_code_may_put_into_a_request_fails_the_row_only(custom_id: Any, reference: Any, says: str) -> None:
+    config = ChatConfig(base_urls=("http://h",), model="m", response_store="sqlite:///unused.db")
+    request = ChatRequest(custom_id, {"messages": [{"type": "image", "value": reference}]})
+    outcome = BodyBuilder(config).prepare(request)
+    assert isinstance(outcome, FailedRequest)
+    assert says in outcome.message

@@ -180,7 +180,7 @@ def test_bad_lines_mean_exit_code_3_unless_that_share_is_allowed(mixed: Mixed) -
 
 def test_an_id_is_the_lines_own_or_its_file_and_offset_in_every_run(mixed: Mixed) -> None:
     expected = sorted(bad.custom_id or f"{mixed.file}:{offset}" for offset, bad in mixed.bad.items())
-    assert ids(mixed.first.failed) == ids(mixed.again.failed) == ids(mixed.checked.failed) == expected
+    assert ids(mixed.first.failed) == ids(mixed.again.failed) == ids(mixed.checked.invalid) == expected
     assert ids(mixed.first.completed) == ids(mixed.again.completed) == sorted(f"{mixed.file}:{o}" for o in mixed.good)
 
 
@@ -188,10 +188,10 @@ def test_validate_only_reports_bad_lines_and_sends_nothing(mixed: Mixed) -> None
     assert mixed.sent_by_check == 0
     assert mixed.checked.code == 3
     assert mixed.checked.completed == []
-    assert mixed.checked.summary["requests_sent"] == 0
+    assert mixed.checked.validation["requests_sent"] == 0
     good, bad = len(mixed.good), len(mixed.bad)
     assert mixed.checked.lines[-1].startswith(f"{good + bad} rows: {good} can be sent, {bad} failed (bad_input ")
-    assert sorted(r["error"]["message"] for r in mixed.checked.failed) == sorted(
+    assert sorted(r["error"]["message"] for r in mixed.checked.invalid) == sorted(
         r["error"]["message"] for r in mixed.first.failed
     )
 

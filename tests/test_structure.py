@@ -72,6 +72,7 @@ LAYERS = [
     "transforms",
     "ordered",
     "io",
+    "result_folder",
     "flags",
     "options",
     "runner",

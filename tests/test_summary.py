@@ -40,7 +40,8 @@ def summary(seconds: float = 20.0, validated: bool = False, **counters: int) -> 
 
 def test_the_line_tells_rows_failures_requests_tokens_and_speed() -> None:
     assert Summary(RUN, 20.0).line() == (
-        "1,500 rows: 1,490 completed, 10 failed (timeout 4, bad_image 3, context_length 3); 7 from the store; "
+        "1,500 rows: 1,490 completed, 10 failed (timeout 4, bad_image 3, context_length 3); "
+        "90 with finish_reason length; 7 from the store; "
         "1,600 requests sent, 110 retries; 1,234,567 + 2,000 tokens; 20.0 s, 80.0 requests/s"
     )
 

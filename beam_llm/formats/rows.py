@@ -22,8 +22,9 @@ class RowColumns:
 
     Args:
         prompt: Template in which `{column}` is replaced; `{{` and `}}` are braces. None: the row's `messages` column,
-            else its `prompt` column with the pictures of its `image` or `images` column.
-        image_columns: Columns with a picture or a list of pictures, sent before the text in this order.
+            else its `prompt` column.
+        image_columns: Columns with a picture or a list of pictures, sent before the text in this order. None given:
+            `image` and `images`, where a row has them.
         messages_column: Column with messages in any accepted form; excludes `prompt`.
 
     Raises:
@@ -96,10 +97,8 @@ def _messages(row: Mapping[str, Any], columns: RowColumns) -> Any:
 def _pictures(row: Mapping[str, Any], columns: RowColumns) -> list[Any]:
     if columns.image_columns:
         values = [_value(row, name) for name in columns.image_columns]
-    elif columns.prompt is None:
-        values = [row[name] for name in _IMAGES if row.get(name) is not None]
     else:
-        values = []
+        values = [row[name] for name in _IMAGES if row.get(name) is not None]
     return [picture for value in values for picture in (value if isinstance(value, list) else [value])]
 
 
