@@ -49,7 +49,8 @@ def test_a_result_of_the_folder_is_no_input_for_it(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("text", ["", "[1]", '{"rows": 3}', "{"])
 def test_a_summary_of_something_else_refuses_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
-    refuse_loss(str(tmp_path), [], job_of(["a"], None))
+    refuse_loss(str(tmp_path), [], job_of(["a"], None))  # does not raise
+    assert (tmp_path / "summary.json").read_text() == text
 
 
 def test_only_what_a_run_has_not_written_anew_is_stale(tmp_path: Path) -> None:
