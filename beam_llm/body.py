@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from beam_llm.config import ChatConfig
 from beam_llm.errors import RequestError
-from beam_llm.fingerprint import request_key
-from beam_llm.images.loading import image_url
+from beam_llm.fingerprint import picture_hash, request_key
+from beam_llm.images import DataURL
+from beam_llm.images.encoder import process_encoder
 from beam_llm.jsontext import dumps
 from beam_llm.messages import Message, image_references, replace_images, to_messages
 from beam_llm.records import ChatRequest, FailedRequest
 from beam_llm.sampling import merge_fields, place_fields
+
+_MARK = f"beam_llm-picture-{uuid.uuid4().hex}-"
+"""Stands for a picture until the JSON around it is written; nobody can have written it before."""
 
 
 class Body:
     """The JSON of one request until it has been sent; then `release` lets its bytes go, whoever still holds the object.
 
     An answer takes seconds to minutes, so thousands of open requests would otherwise hold thousands of pictures.
+
+    Args:
+        pieces: The JSON, cut where pictures begin and end: a picture is never copied into it.
     """
 
-    __slots__ = ("_data", "size")
+    __slots__ = ("pieces", "size")
 
-    def __init__(self, data: bytes) -> None:
-        self._data: bytes | None = data
-        self.size = len(data)
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces: tuple[bytes, ...] | None = pieces
+        """The JSON; None once released."""
+        self.size = sum(map(len, pieces))
 
     @property
     def data(self) -> bytes | None:
-        """The JSON; None once released."""
-        return self._data
+        """The JSON in one piece; None once released."""
+        return None if self.pieces is None else b"".join(self.pieces)
 
     def release(self) -> None:
         """Lets the bytes go."""
-        self._data = None
+        self.pieces = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class BodyBuilder:
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
+        self._encoder = process_encoder(config.images)
         self._defaults = place_fields(config.sampling.fields(), config.dialect)
         if config.model is not None:
             self._defaults = {"model": config.model, **self._defaults}
@@ -98,24 +108,46 @@ class BodyBuilder:
 
     def finish(self, draft: Draft) -> PreparedRequest | FailedRequest:
         """Loads and encodes the pictures and writes the JSON; may wait for a disk or a server."""
-        messages = draft.messages
         try:
-            if draft.references:
-                messages = replace_images(messages, [self._image_url(reference) for reference in draft.references])
-            fields = {**draft.fields, "messages": messages}
-            return PreparedRequest(draft.request, Body(dumps(fields)), len(draft.references), self._key(draft, fields))
+            if not draft.references:
+                body = Body(dumps({**draft.fields, "messages": draft.messages}))
+                return PreparedRequest(draft.request, body, 0, self._key(draft, draft.messages))
+            urls = self._image_urls(draft)
+            marks = [url if isinstance(url, str) else f"{_MARK}{i}." for i, url in enumerate(urls)]
+            text = dumps({**draft.fields, "messages": replace_images(draft.messages, marks)})
+            key = None
+            if self._config.response_store is not None:
+                hashes = [url if isinstance(url, str) else picture_hash(url.head, url.payload) for url in urls]
+                key = self._key(draft, replace_images(draft.messages, hashes))
+            return PreparedRequest(draft.request, Body(*_spliced(text, urls)), len(urls), key)
         except RequestError as error:
             return failed_before_sending(draft.request, error)
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             return failed_before_sending(draft.request, RequestError(f"body: cannot be written as JSON: {error}"))
 
-    def _key(self, draft: Draft, fields: dict[str, Any]) -> str | None:
+    def _key(self, draft: Draft, messages: list[Message]) -> str | None:
         if self._config.response_store is None:
             return None
+        fields = {**draft.fields, "messages": messages}
         return request_key(self._config.store_namespace, draft.request.custom_id, draft.request.path, fields)
 
-    def _image_url(self, reference: Any) -> str:
-        return image_url(reference, self._config.images)
+    def _image_urls(self, draft: Draft) -> list[DataURL | str]:
+        origin = draft.request.origin
+        beside = origin.file if origin else None
+        return [self._encoder.url(reference, beside) for reference in draft.references]
+
+
+def _spliced(text: bytes, urls: list[DataURL | str]) -> Iterator[bytes]:
+    """The JSON text with the pictures where their marks are, which stand in it in the order of the pictures."""
+    at = 0
+    for i, url in enumerate(urls):
+        if not isinstance(url, str):
+            mark = f"{_MARK}{i}.".encode()
+            place = text.index(mark, at)
+            yield text[at:place] + url.head
+            yield url.payload
+            at = place + len(mark)
+    yield text[at:]
 
 
 def failed_before_sending(request: ChatRequest, error: RequestError) -> FailedRequest:

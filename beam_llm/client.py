@@ -127,7 +127,7 @@ class ChatClient:
             if not course.holds_slot:
                 await self._limit.retake()
                 course.holds_slot = True
-            if course.body.data is None and (failed := await self._build_again(course)) is not None:
+            if course.body.pieces is None and (failed := await self._build_again(course)) is not None:
                 return failed
             if self._pacer.limits:
                 await self._pacer.wait(course.tokens, returning=course.attempts > 0)

@@ -47,16 +47,17 @@ class OneShotPayload(payload.Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Writes the whole body."""
-        data = self._body.data
-        if data is None:
+        pieces = self._body.pieces
+        if pieces is None:
             raise RuntimeError("the body was sent before and is gone; build it again")
-        if self._body.size <= _KEPT_BYTES:
-            await writer.write(data)
-        else:
-            view = memoryview(data)
-            del data
-            for start in range(0, self._body.size, _CHUNK_BYTES):
+        for piece in pieces:
+            if len(piece) <= _CHUNK_BYTES:
+                await writer.write(piece)
+                continue
+            view = memoryview(piece)
+            for start in range(0, len(piece), _CHUNK_BYTES):
                 await writer.write(view[start : start + _CHUNK_BYTES])
+        if self._body.size > _KEPT_BYTES:
             self._body.release()
         self.written = True
         self._on_written()

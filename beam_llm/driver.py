@@ -23,7 +23,7 @@ from beam_llm.client import ChatClient
 from beam_llm.config import ChatConfig
 from beam_llm.errors import ErrorKind, RunStoppedError, Verdict
 from beam_llm.limits import InFlightLimit
-from beam_llm.process_limits import allow_connections, collect_garbage_less_often
+from beam_llm.process_limits import allow_connections, collect_garbage_less_often, return_large_buffers
 from beam_llm.progress import COUNTS, report_stop
 from beam_llm.records import Completion, FailedRequest, Outcome
 from beam_llm.stopping import FIRST_REQUESTS, FIRST_WAIT_S, StopRule
@@ -61,6 +61,7 @@ class Driver:
         self._api_key = read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
         collect_garbage_less_often()
+        return_large_buffers()
         self._loop = _new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="beam_llm-loop", daemon=True)
         self._thread.start()

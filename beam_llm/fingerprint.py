@@ -26,7 +26,7 @@ def request_key(namespace: str, custom_id: str, path: str, body: Mapping[str, An
         namespace: `--store_namespace`; keeps jobs apart that share ids, model name and questions.
         custom_id: The caller's id: the same question under two ids is asked twice.
         path: URL path of the endpoint.
-        body: What is posted, pictures as data URLs.
+        body: What is posted, pictures as data URLs or as their `picture_hash`.
 
     Raises:
         TypeError: A value that JSON cannot say.
@@ -55,10 +55,31 @@ def canonical_json(body: Mapping[str, Any]) -> bytes:
         return json.dumps(folded, sort_keys=True, separators=(",", ":")).encode()
 
 
+class PictureHash(str):
+    """Stands for a data URL in a canonical body. Begins as one, so that no other text can become the same: each that
+    does is replaced."""
+
+    __slots__ = ()
+
+
+def picture_hash(head: bytes, payload: bytes) -> PictureHash:
+    """What stands for a picture of a body in the hash of the body.
+
+    Args:
+        head: `data:image/…;base64,`, of which only the form matters.
+        payload: The base64 text, which stands for the bytes: 0.9 ms for a 1 MB picture; decoding it first takes 1.3.
+    """
+    if head.endswith(b";base64,"):
+        return PictureHash(f"{_IMAGE}#base64,{hashlib.sha256(payload).hexdigest()}")
+    whole = hashlib.sha256(head)
+    whole.update(payload)
+    return PictureHash(f"{_IMAGE}#text,{whole.hexdigest()}")
+
+
 def _fold(value: Any) -> Any:
     """The value with string keys only, and with hashes for pictures."""
     if isinstance(value, str):
-        return _image_hash(value) if value.startswith(_IMAGE) else value
+        return _fold_text(value)
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _json_key(key): _fold(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,11 +92,9 @@ def _json_key(key: object) -> str:
     return name
 
 
-def _image_hash(url: str) -> str:
-    """Stands for a data URL. Begins as one, so that no other text can become the same: each that does is replaced."""
-    text = url.encode("utf-8", "surrogatepass")
-    comma = text.find(b",", 0, 256)
-    if comma > 0 and text.endswith(b";base64", 0, comma):
-        # The base64 text stands for the bytes: 0.9 ms for a 1 MB picture, decoding it first takes 1.3 ms.
-        return f"{_IMAGE}#base64,{hashlib.sha256(memoryview(text)[comma + 1 :]).hexdigest()}"
-    return f"{_IMAGE}#text,{hashlib.sha256(text).hexdigest()}"
+def _fold_text(text: str) -> str:
+    if not text.startswith(_IMAGE) or isinstance(text, PictureHash):
+        return text
+    url = text.encode("utf-8", "surrogatepass")
+    start = url.find(b",", 0, 256) + 1
+    return picture_hash(url[:start], url[start:])

@@ -72,6 +72,7 @@ class ChatOptions(argparse.Namespace):
     output: str | None
     input_format: str | None
     output_format: str | None
+    output_file_type: str
     ordered: bool
     prompt: str | None
     system_prompt: str | None
@@ -107,7 +108,9 @@ class ChatOptions(argparse.Namespace):
     image_format: str
     image_quality: int
     image_root: str | None
+    image_cache_mb: float
     fetch_images: bool
+    allow_private_addresses: bool
     fail_on: list[str] | None
     response_store: str
     store_namespace: str
@@ -169,10 +172,16 @@ def _unknown_flag(word: str, known: set[str]) -> str:
 
 
 def _add_files(add: Callable[..., Any]) -> None:
-    add("--input", type=names, metavar="PATTERN[,PATTERN]", help="files to read, local or gs://; .jsonl, .jsonl.gz")
+    add(
+        "--input",
+        type=names,
+        metavar="PATTERN[,PATTERN]",
+        help="files to read, local or gs://: JSONL, CSV (both .gz too), Parquet",
+    )
     add("--output", metavar="FOLDER", help="gets completed-*, failed-* and summary.json; local or gs://")
     add("--input_format", choices=["openai_batch", "rows"], help="default: by the first line")
     add("--output_format", choices=["openai_batch", "rows"], help="default: as the input")
+    add("--output_file_type", default="jsonl", choices=["jsonl", "parquet"], help="(jsonl); parquet keeps types")
     add("--ordered", action="store_true", help="shards whose names and lines, in order, follow the input")
 
 
@@ -233,7 +242,9 @@ def _add_images(add: Callable[..., Any]) -> None:
     add("--image_format", default="auto", choices=["auto", "jpeg", "png"], help="what pictures are sent as (auto)")
     add("--image_quality", type=int, default=90, metavar="N", help="of JPEGs that are made, 1 to 100 (90)")
     add("--image_root", metavar="FOLDER", help="pictures are read from inside this folder only")
+    add("--image_cache_mb", type=float, default=64, metavar="MB", help="encoded pictures kept, per process (64)")
     add("--fetch_images", action="store_true", help="download http(s) pictures here instead of passing the URL on")
+    add("--allow_private_addresses", action="store_true", help="download from private and loopback addresses too")
 
 
 def _add_run(add: Callable[..., Any]) -> None:

@@ -1,25 +1,29 @@
-"""ReadRequests and WriteResults: JSONL files, local or in a bucket, to requests and from outcomes."""
+"""ReadRequests and WriteResults: files, local or in a bucket, to requests and from outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.coders import BytesCoder
+import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
-from apache_beam.io.textio import WriteToText
 
 from beam_llm import metrics
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.formats import openai_batch, rows
+from beam_llm.files import FileRange, InputError, match_files
+from beam_llm.formats import openai_batch, row_results, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object
-from beam_llm.lines import FileRange, InputError, Line, match_files, plan_ranges, read_lines
+from beam_llm.formats.parquet import TableLayout
 from beam_llm.ordered import WriteOrderedShards
+from beam_llm.parquet_rows import ParquetRow
 from beam_llm.progress import COUNTS, report_progress
 from beam_llm.records import ChatRequest, FailedRequest, Origin, Outcome
+from beam_llm.result_sinks import LinesSink, ParquetSink, ResultSink
+from beam_llm.sources import SourceRow, plan_ranges, read_range
+from beam_llm.spill import LARGE_BYTES, process_spill, spill_large
 from beam_llm.transforms import ChatResults
 
 
@@ -35,33 +39,29 @@ class Format(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class InputFormat:
-    """How lines become requests; `columns` matter for `rows` only."""
+    """How rows become requests; `columns` matter for `rows` only. Rows of tables are always `rows`."""
 
     format: Format
     columns: rows.RowColumns = field(default_factory=rows.RowColumns)
 
-    def read(self, line: bytes, origin: Origin) -> ChatRequest:
-        """The request of a line.
+    def read(self, data: bytes | Mapping[str, Any], origin: Origin) -> ChatRequest:
+        """The request of a line of JSON, or of a table's row.
 
         Raises:
-            RequestError: The line makes no request.
+            RequestError: It makes no request.
         """
-        if self.format is Format.OPENAI_BATCH:
-            return openai_batch.read_request(line, origin)
-        return rows.read_request(line, origin, self.columns)
-
-
-def detect_format(files: list[tuple[str, int]]) -> Format:
-    """The format of the first line there is: a batch line has an object `body` and a `url` or `method`; else rows."""
-    for path, _ in files:
-        for line in read_lines(FileRange(path)):
-            try:
-                row = parse_object(line.data)
-            except RequestError:
-                break  # a bad line gets its own record when the file is read
-            batch = isinstance(row.get("body"), dict) and ("url" in row or "method" in row)
-            return Format.OPENAI_BATCH if batch else Format.ROWS
-    return Format.OPENAI_BATCH
+        if isinstance(data, ParquetRow):
+            request = rows.request_of_row(data, origin, self.columns)
+            data.spill(process_spill())
+            return replace(request, body=spill_large(request.body, process_spill()))
+        row: Any = data
+        if isinstance(data, bytes):
+            row = parse_object(data)
+            if len(data) >= LARGE_BYTES:
+                row = spill_large(row, process_spill())
+            if self.format is Format.OPENAI_BATCH:
+                return openai_batch.request_of_line(row, origin)
+        return rows.request_of_row(row, origin, self.columns)
 
 
 class ReadRequests(beam.PTransform):
@@ -90,11 +90,11 @@ class ReadRequests(beam.PTransform):
             | "Patterns" >> beam.Create([self._patterns], reshuffle=False)
             | "PlanRanges" >> beam.FlatMap(lambda patterns: plan_ranges(match_files(patterns), limit))
             | "SpreadRanges" >> beam.Reshuffle()
-            | "ReadLines" >> beam.ParDo(_ReadLines(self._input_format))
+            | "ReadRows" >> beam.ParDo(_ReadRows(self._input_format))
         )
 
 
-class _ReadLines(beam.DoFn):
+class _ReadRows(beam.DoFn):
     def __init__(self, input_format: InputFormat) -> None:
         self._input_format = input_format
 
@@ -103,73 +103,89 @@ class _ReadLines(beam.DoFn):
         report_progress()
 
     def process(self, part: FileRange) -> Iterator[ChatRequest | FailedRequest]:
-        """The requests of the lines that begin in a range."""
+        """The requests of the rows that begin in a range."""
         try:
-            for line in read_lines(part):
+            for row in read_range(part):
                 COUNTS.rows += 1
-                COUNTS.bytes_read += line.weight
+                COUNTS.bytes_read += row.weight
                 metrics.count(metrics.ROWS)
-                yield self._request(line, Origin(part.file, line.offset, part.shard))
+                yield self._request(row, Origin(part.file, row.offset, part.shard))
         except InputError as error:
             # The rows behind the damage are unknown; one record says so, and the rows before it are kept.
             origin = Origin(part.file, error.offset, part.shard)
             metrics.count(metrics.ROWS)
             yield FailedRequest(f"{part.file}:damaged", ErrorKind.BAD_INPUT, str(error), origin=origin)
 
-    def _request(self, line: Line, origin: Origin) -> ChatRequest | FailedRequest:
+    def _request(self, row: SourceRow, origin: Origin) -> ChatRequest | FailedRequest:
         try:
-            return self._input_format.read(line.data, origin)
+            if row.flaw is not None:
+                raise RequestError(row.flaw)
+            return self._input_format.read(row.data, origin)
         except RequestError as error:
-            return _bad_line(line.data, origin, error)
+            return _bad_row(row.data, origin, error)
+        except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException) as error:
+            # A value that nobody thought of costs its own row.
+            return _bad_row(row.data, origin, RequestError(f"the row cannot be used ({type(error).__name__}: {error})"))
 
 
-def _bad_line(data: bytes, origin: Origin, error: RequestError) -> FailedRequest:
-    context: Any = as_text(data)
+def _bad_row(data: bytes | Mapping[str, Any], origin: Origin, error: RequestError) -> FailedRequest:
+    context: Any = data
     custom_id = str(origin)
     try:
-        row = parse_object(data)
-        context, custom_id = row, custom_id_of(row, origin)
+        context = parse_object(data) if isinstance(data, bytes) else data
+        custom_id = custom_id_of(context, origin)
     except RequestError:
-        pass  # not even an object: the text is all there is
+        context = as_text(data) if isinstance(data, bytes) else data  # no object: the text is all there is
+    if isinstance(context, ParquetRow):
+        context.spill(process_spill())
     return FailedRequest(custom_id, error.kind, error.message, context=context, origin=origin)
 
 
 _WRITERS: dict[Format, Callable[[Outcome], bytes]] = {
     Format.OPENAI_BATCH: openai_batch.write_outcome,
-    Format.ROWS: rows.write_outcome,
+    Format.ROWS: row_results.write_outcome,
 }
 
 
 class WriteResults(beam.PTransform):
-    """`ChatResults` -> `completed-*.jsonl` and `failed-*.jsonl` under a folder.
+    """`ChatResults` -> `completed-*` and `failed-*` under a folder.
 
     Args:
         output: Folder, local or of any file system that Beam knows.
         output_format: How a record becomes a line.
-        ordered: One shard for each range that was read, whose names and lines follow the input; see `ordered`.
-            Else one shard a bundle, lines as they finish.
+        given: Columns of the input (see `formats.parquet.input_schema`), to write Parquet with them and those of
+            `rows`. None: JSONL.
+        ordered: One shard for each range that was read, whose names and rows follow the input; see `ordered`.
+            Else one shard a bundle, rows as they finish.
         failed_name: What the files of failed requests begin with.
     """
 
     def __init__(
-        self, output: str, output_format: Format, *, ordered: bool = False, failed_name: str = "failed"
+        self,
+        output: str,
+        output_format: Format,
+        *,
+        given: pa.Schema | None = None,
+        ordered: bool = False,
+        failed_name: str = "failed",
     ) -> None:
         super().__init__()
-        self._failed_name = failed_name
         self._output = output
-        self._to_line = _WRITERS[output_format]
+        self._output_format = output_format
+        self._given = given
         self._ordered = ordered
+        self._failed_name = failed_name
 
     def expand(self, results: ChatResults) -> None:
         """One sink for each output, fused with what is before it."""
         for name, outcomes in (("completed", results.completed), (self._failed_name, results.failed)):
+            sink = self._sink(name)
             if self._ordered:
-                _ = outcomes | f"Write_{name}" >> beam.ParDo(WriteOrderedShards(self._output, name, self._to_line))
+                _ = outcomes | f"Write_{name}" >> beam.ParDo(WriteOrderedShards(self._output, name, sink))
             else:
-                lines = outcomes | f"Format_{name}" >> beam.Map(self._to_line).with_output_types(bytes)
-                _ = lines | f"Write_{name}" >> self._text_sink(name)
+                _ = outcomes | f"Write_{name}" >> sink.unordered(FileSystems.join(self._output, name))
 
-    def _text_sink(self, name: str) -> beam.PTransform:
-        # The number of shards is left to the runner: naming one would put every record through a shuffle.
-        prefix = FileSystems.join(self._output, name)
-        return WriteToText(prefix, file_name_suffix=".jsonl", coder=BytesCoder(), skip_if_empty=True)
+    def _sink(self, name: str) -> ResultSink:
+        if self._given is not None:
+            return ParquetSink(TableLayout(self._given, name))
+        return LinesSink(_WRITERS[self._output_format])

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from beam_llm.spill import Deferred
+
 _ORJSON_DEPTH = 254
 """Levels that orjson writes; it reads 1,024."""
 
@@ -27,10 +29,17 @@ def dumps(value: Any) -> bytes:
         TypeError: Something that JSON cannot say.
     """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_loaded)
     except TypeError:
         # orjson refuses half surrogate pairs and keys that are not strings; Python's json writes both.
-        return json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+        text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=_loaded)
+        return text.encode()
+
+
+def _loaded(value: Any) -> Any:
+    if isinstance(value, Deferred):  # a large text that was left on disk
+        return value.load()
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
 def loads(raw: bytes) -> Any:

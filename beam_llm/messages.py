@@ -133,6 +133,43 @@ def count_images(prompt: Any) -> int:
     return sum(count_images(item) for item in prompt)
 
 
+def has_empty_images(messages: Any) -> bool:
+    """Whether some image part names no picture, as in data sets whose pictures stand in a column of their own."""
+    return any(_is_empty_image(part) for part in _given_parts(messages))
+
+
+def fill_images(messages: Any, pictures: Sequence[Any]) -> Any:
+    """The messages with the n-th image part that names no picture given `pictures[n]`.
+
+    Raises:
+        RequestError: Not as many such parts as pictures.
+    """
+    empty = sum(_is_empty_image(part) for part in _given_parts(messages))
+    if empty != len(pictures):
+        raise RequestError(f"messages: {empty} image parts name no picture, and the image columns have {len(pictures)}")
+    following = iter(pictures)
+
+    def filled(item: Any) -> Any:
+        if _is_empty_image(item):
+            return {"type": "image", "value": next(following)}
+        if isinstance(item, Mapping) and isinstance(item.get("content"), list):
+            return {**item, "content": [filled(part) for part in item["content"]]}
+        return item
+
+    return [filled(item) for item in messages] if pictures else messages
+
+
+def _given_parts(messages: Any) -> Iterator[Any]:
+    for item in messages if isinstance(messages, list) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        yield from content if isinstance(content, list) else (item,)
+
+
+def _is_empty_image(part: Any) -> bool:
+    is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+    return is_image and all(part.get(name) is None for name in _REFERENCE_FIELDS)
+
+
 def replace_images(messages: Sequence[Message], urls: Sequence[str]) -> list[Message]:
     """The messages with the n-th image reference replaced by `urls[n]`; the given ones are not changed."""
     following = iter(urls)

@@ -6,9 +6,11 @@ import os
 
 from beam_llm.config import FINISHED, ChatConfig
 from beam_llm.errors import ConfigError
+from beam_llm.files import FileType
 from beam_llm.flags import ChatOptions, names
 from beam_llm.formats.rows import RowColumns
 from beam_llm.images import ImagePolicy
+from beam_llm.io import Format
 from beam_llm.retry import RetryPolicy
 from beam_llm.sampling import Dialect, SamplingParams
 
@@ -114,7 +116,9 @@ def _images(options: ChatOptions) -> ImagePolicy:
         max_bytes=options.image_max_bytes,
         format=options.image_format,
         quality=options.image_quality,
+        cache_bytes=int(options.image_cache_mb * 2**20),
         fetch_images=options.fetch_images,
+        allow_private_addresses=options.allow_private_addresses,
         root=options.image_root,
     )
 
@@ -126,3 +130,16 @@ def row_columns(options: ChatOptions) -> RowColumns:
         image_columns=tuple(options.image_column or ()),
         messages_column=options.messages_column,
     )
+
+
+def output_format(options: ChatOptions, input_format: Format) -> Format:
+    """The format of the results: that asked for, else that of the input; Parquet holds rows.
+
+    Raises:
+        ConfigError: Batch lines were asked for in Parquet.
+    """
+    if options.output_file_type == FileType.PARQUET:
+        if options.output_format == Format.OPENAI_BATCH:
+            raise ConfigError("output_file_type=parquet holds rows: leave out output_format=openai_batch")
+        return Format.ROWS
+    return Format(options.output_format) if options.output_format else input_format

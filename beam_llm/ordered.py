@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO
 
 import apache_beam as beam
@@ -18,6 +18,7 @@ from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
 
 from beam_llm.records import Outcome, Shard
+from beam_llm.result_sinks import ResultSink
 
 
 class SpilledLines:
@@ -44,7 +45,7 @@ class SpilledLines:
 
 
 class WriteOrderedShards(beam.DoFn):
-    """Outcomes -> `<name>-NNNNN-of-MMMMM.jsonl`, whose names and lines, in order, follow the input.
+    """Outcomes -> `<name>-NNNNN-of-MMMMM.jsonl` (or `.parquet`), whose names and rows, in order, follow the input.
 
     Needs all rows of a range in one bundle: that holds from `ReadRequests` on as long as nothing is shuffled between.
     A bundle that is replayed writes the same shards again under the same names.
@@ -52,13 +53,13 @@ class WriteOrderedShards(beam.DoFn):
     Args:
         output: Folder, local or of any file system that Beam knows.
         name: `completed` or `failed`.
-        to_line: Makes a line, without its end, of an outcome.
+        sink: What the files are like.
     """
 
-    def __init__(self, output: str, name: str, to_line: Callable[[Outcome], bytes]) -> None:
+    def __init__(self, output: str, name: str, sink: ResultSink) -> None:
         self._output = output
         self._name = name
-        self._to_line = to_line
+        self._sink = sink
         self._spill: IO[bytes] | None = None
 
     def start_bundle(self) -> None:
@@ -80,7 +81,7 @@ class WriteOrderedShards(beam.DoFn):
             raise ValueError(f"ordered results need rows that ReadRequests has read; {outcome.custom_id!r} was not")
         assert self._spill is not None, "start_bundle() has not been called"
         lines = self._shards.setdefault(origin.shard, SpilledLines())
-        lines.add(origin.offset, self._to_line(outcome) + b"\n", self._spill)
+        lines.add(origin.offset, self._sink.to_bytes(outcome), self._spill)
 
     def finish_bundle(self) -> None:
         """Writes the shards of this bundle's ranges."""
@@ -90,12 +91,13 @@ class WriteOrderedShards(beam.DoFn):
         self.teardown()
 
     def _write(self, shard: Shard, lines: Iterator[bytes]) -> None:
-        final = FileSystems.join(self._output, f"{self._name}-{shard.index:05d}-of-{shard.count:05d}.jsonl")
+        final = FileSystems.join(
+            self._output, f"{self._name}-{shard.index:05d}-of-{shard.count:05d}{self._sink.suffix}"
+        )
         # Renamed when it is whole, so that nobody reads half a shard.
         partial = FileSystems.join(self._output, f".{self._name}-{shard.index:05d}-{uuid.uuid4().hex}")
-        with FileSystems.create(partial, "text/plain", CompressionTypes.UNCOMPRESSED) as file:
-            for line in lines:
-                file.write(line)
+        with FileSystems.create(partial, self._sink.mime_type, CompressionTypes.UNCOMPRESSED) as file:
+            self._sink.write(lines, file)
         if FileSystems.exists(final):
             FileSystems.delete([final])
         FileSystems.rename([partial], [final])

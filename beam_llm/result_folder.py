@@ -18,7 +18,10 @@ INVALID = "invalid"
 """What the files of rows that cannot be sent begin with, when nothing was to be sent."""
 
 _RESULTS = ("completed", "failed")
-_RESULT_NAME = re.compile(rf"({'|'.join((*_RESULTS, INVALID))})-.*-of-.*\.jsonl|{SUMMARY}|{VALIDATION}")
+_SUFFIXES = ("jsonl", "parquet")
+_RESULT_NAME = re.compile(
+    rf"({'|'.join((*_RESULTS, INVALID))})-.*-of-.*\.({'|'.join(_SUFFIXES)})|{SUMMARY}|{VALIDATION}"
+)
 
 
 def job_of(patterns: Iterable[str], limit: int | None) -> dict[str, Any]:
@@ -107,5 +110,5 @@ class StaleResults:
 
 def _result_files(output: str) -> dict[str, float]:
     """When each result file was last written, in seconds."""
-    patterns = [FileSystems.join(output, f"{name}-*-of-*.jsonl") for name in _RESULTS]
+    patterns = [FileSystems.join(output, f"{name}-*-of-*.{suffix}") for name in _RESULTS for suffix in _SUFFIXES]
     return {m.path: m.last_updated_in_seconds for found in FileSystems.match(patterns) for m in found.metadata_list}

@@ -22,6 +22,7 @@ from beam_llm.images import file_bytes
 from beam_llm.jsontext import dumps, loads
 from beam_llm.messages import image_references, replace_images, to_messages
 from beam_llm.records import ChatRequest, Completion, FailedRequest, Outcome
+from beam_llm.spill import Deferred
 
 PROMPT_PATTERN = "prompts-*.jsonl"
 """The input of the job, in its folder."""
@@ -37,10 +38,8 @@ _LONGEST_INLINE = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class SpooledPicture(Mapping[str, Any]):
+class SpooledPicture(Deferred):
     """An image reference that weighs nothing: the picture is read from the spool each time it is asked for.
-
-    It has the form of the `{bytes, path}` mappings that `load_image` takes.
 
     Args:
         file: Where the pictures are.
@@ -50,18 +49,7 @@ class SpooledPicture(Mapping[str, Any]):
     file: str
     offset: int
 
-    def __getitem__(self, key: str) -> Any:
-        if key != "bytes":
-            raise KeyError(key)
-        return self.read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("bytes",))
-
-    def __len__(self) -> int:
-        return 1
-
-    def read(self) -> bytes | str | Image.Image:
+    def load(self) -> bytes | str | Image.Image:
         """A file's bytes, a data URL, or a PIL image, as it was given.
 
         Raises:
@@ -72,7 +60,9 @@ class SpooledPicture(Mapping[str, Any]):
                 file.seek(self.offset)
                 image_format, picture = pickle.load(file)  # noqa: S301 - written by this job, in a folder of our own
         except Exception as error:  # unpickling may raise anything
-            raise RequestError(f"cannot be read back ({type(error).__name__}: {error})", ErrorKind.BAD_IMAGE) from error
+            raise RequestError(
+                f"image in the spool cannot be read back ({type(error).__name__}: {error})", ErrorKind.BAD_IMAGE
+            ) from error
         if isinstance(picture, Image.Image):
             picture.format = image_format
         kept: bytes | str | Image.Image = picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,15 +17,16 @@ from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.config import ChatConfig
 from beam_llm.dofn import FAILED_TAG, ChatCompletionDoFn, Windowed, count_outcome
 from beam_llm.errors import ErrorKind
+from beam_llm.images.encoder import process_encoder
 from beam_llm.messages import count_images
 from beam_llm.progress import COUNTS
 from beam_llm.records import ChatRequest, Completion, FailedRequest
 
-_IMAGE_WEIGHT = 8
-"""What a picture counts in a batch, in rows: a batch's encoded pictures are in memory at the same time."""
+_IMAGE_THREADS = 64
+"""Pictures loaded side by side: hides a bucket's 50 ms an object; cores decode."""
 
-_IMAGE_THREADS = 16
-"""Pictures loaded side by side within a batch: hides a bucket's 50 ms an object at some 300 objects/s."""
+_BATCH_IMAGE_BYTES = 32 << 20
+"""Encoded pictures of a batch, about: all of them are in memory at the same time."""
 
 _ONE_WINDOW = (GlobalWindows, FixedWindows, Sessions)
 """Window functions that put an element into one window only."""
@@ -105,7 +107,7 @@ def _prepare(
     return (
         requests
         | "CaptureWindows" >> beam.ParDo(_CaptureWindows(to_request))
-        | "BatchRequests" >> _batching(requests, config.batch_size)
+        | "BatchRequests" >> _batching(requests, config)
         | "EncodeImages" >> beam.Map(EncodeImages(config))
     )
 
@@ -134,10 +136,9 @@ class EncodeImages:
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
         self._builder: BodyBuilder | None = None
-        self._pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_builder": None, "_pool": None}
+        return {"_config": self._config, "_builder": None}
 
     def __call__(self, batch: list[Any]) -> list[Any]:
         """The batch, in order; items may be requests, failures, or either in a `Windowed`."""
@@ -155,14 +156,18 @@ class EncodeImages:
         waiting = {}
         for i, draft in enumerate(drafts):
             if not isinstance(draft, FailedRequest) and draft.references:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
-                waiting[i] = self._pool.submit(builder.finish, draft)
+                waiting[i] = _image_threads().submit(builder.finish, draft)
         for i, draft in enumerate(drafts):
             if isinstance(draft, FailedRequest):
                 yield draft
             else:
                 yield waiting.pop(i).result() if i in waiting else builder.finish(draft)
+
+
+@functools.lru_cache(maxsize=1)
+def _image_threads() -> ThreadPoolExecutor:
+    """The threads of this process that load pictures."""
+    return ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
 
 
 class _CaptureWindows(beam.DoFn):
@@ -202,15 +207,16 @@ def _made_request(to_request: Callable[[Any], ChatRequest], element: Any) -> Cha
     return FailedRequest(custom_id, ErrorKind.BAD_INPUT, reason, context=element)
 
 
-def _batching(requests: beam.PCollection[Any], size: int) -> beam.PTransform:
+def _batching(requests: beam.PCollection[Any], config: ChatConfig) -> beam.PTransform:
     """Lists of a fixed size; lists of one where an element may be in several windows.
 
     BatchElements would learn its size from how long the next step takes, which says nothing about an asynchronous one;
     and it takes an element once for each of its windows, which would ask, and pay, each time.
     """
     if isinstance(requests.windowing.windowfn, _ONE_WINDOW):
+        size = config.batch_size
         return beam.BatchElements(
-            min_batch_size=size, max_batch_size=size, element_size_fn=_Weight(size), record_metrics=False
+            min_batch_size=size, max_batch_size=size, element_size_fn=_Weight(config), record_metrics=False
         )
     return beam.Map(_alone)
 
@@ -220,14 +226,28 @@ def _alone(item: Windowed) -> list[Windowed]:
 
 
 class _Weight:
-    """What a request counts in a batch: 1, and `_IMAGE_WEIGHT` for each picture; never more than a whole batch."""
+    """What a request counts in a batch: 1, or more if its pictures are large; never more than a whole batch.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    How large they are, the pictures before them tell.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._config = config
 
     def __call__(self, item: Windowed) -> int:
         if isinstance(item.value, FailedRequest):
             return 1
         body = item.value.body
         images = count_images(body.get("messages")) if isinstance(body, Mapping) else 0
-        return min(self._most, 1 + _IMAGE_WEIGHT * images)
+        return picture_weight(images, process_encoder(self._config.images).mean_bytes, self._config.batch_size)
+
+
+def picture_weight(images: int, mean_bytes: float, batch_size: int) -> int:
+    """What a request with pictures counts in a batch of `batch_size`, so that a batch has some 32 MB of them.
+
+    Args:
+        images: How many pictures the request has.
+        mean_bytes: What one is expected to take, encoded.
+        batch_size: What the weights of a batch add up to.
+    """
+    return min(batch_size, max(1, round(images * mean_bytes * batch_size / _BATCH_IMAGE_BYTES)))

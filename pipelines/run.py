@@ -15,17 +15,19 @@ from dataclasses import dataclass
 
 import apache_beam as beam
 import orjson
+import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_llm.api_key import read_api_key
 from beam_llm.config import ChatConfig
 from beam_llm.errors import BeamLLMError, ConfigError
+from beam_llm.files import FileType, InputError, match_files
 from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
-from beam_llm.io import Format, InputFormat, ReadRequests, WriteResults, detect_format
-from beam_llm.lines import InputError, match_files
+from beam_llm.io import Format, InputFormat, ReadRequests, WriteResults
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
-from beam_llm.options import base_urls, chat_config, row_columns
+from beam_llm.options import base_urls, chat_config, output_format, row_columns
+from beam_llm.preview import Preview
 from beam_llm.process_limits import allow_connections
 from beam_llm.progress import ProgressReceiver
 from beam_llm.progress_bar import ProgressBar
@@ -49,6 +51,8 @@ class _Run:
     files: list[tuple[str, int]]
     input_format: InputFormat
     output_format: Format
+    given: pa.Schema | None
+    """Columns of the input, for Parquet results; None: JSONL."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,11 +94,21 @@ def _settle(argv: list[str]) -> _Run:
     if not 0 <= chat.max_failed_ratio <= 1:
         raise ConfigError(f"max_failed_ratio must be between 0 and 1, got {chat.max_failed_ratio}")
     files = match_files(chat.input)
-    columns = row_columns(chat)
-    input_format = Format(chat.input_format) if chat.input_format else detect_format(files)
-    output_format = Format(chat.output_format) if chat.output_format else input_format
+    columns, preview = row_columns(chat), Preview(files)
+    input_format = preview.format(Format(chat.input_format) if chat.input_format else None)
+    if input_format is Format.ROWS:
+        preview.check_columns(columns)
+    given = preview.columns() if chat.output_file_type == FileType.PARQUET else None
     return _Run(
-        options, chat, processes, chat.input, chat.output, files, InputFormat(input_format, columns), output_format
+        options=options,
+        chat=chat,
+        processes=processes,
+        patterns=chat.input,
+        output=chat.output,
+        files=files,
+        input_format=InputFormat(input_format, columns),
+        output_format=output_format(chat, input_format),
+        given=given,
     )
 
 
@@ -149,7 +163,9 @@ def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
     requests = pipeline | "ReadRequests" >> ReadRequests(run.patterns, run.input_format, run.chat.limit)
     ask = ValidateRequests(config) if run.chat.validate_only else ChatCompletion(config)
     failed_name = INVALID if run.chat.validate_only else "failed"
-    write = WriteResults(run.output, run.output_format, ordered=run.chat.ordered, failed_name=failed_name)
+    write = WriteResults(
+        run.output, run.output_format, given=run.given, ordered=run.chat.ordered, failed_name=failed_name
+    )
     _ = requests | "ChatCompletion" >> ask | "WriteResults" >> write
     return pipeline
 

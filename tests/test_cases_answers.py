@@ -10,7 +10,7 @@ import pytest
 
 from beam_llm.driver import Driver
 from beam_llm.errors import ErrorKind, RunStoppedError
-from beam_llm.formats import openai_batch, rows
+from beam_llm.formats import openai_batch, row_results
 from beam_llm.jsontext import loads
 from beam_llm.records import ChatRequest, Completion, FailedRequest
 from beam_llm.retry import RetryPolicy
@@ -69,7 +69,7 @@ def test_reasoning_that_used_up_the_budget_is_kept_and_never_becomes_the_answer(
     assert replies.sent == {"q": 2}
     assert (completion.answer, completion.reasoning, completion.finish_reason) == (None, "thinking…", "length")
     assert loads(openai_batch.write_outcome(completion))["beam_llm"]["kind"] == "truncated"
-    written = loads(rows.write_outcome(completion))
+    written = loads(row_results.write_outcome(completion))
     assert (written["answer"], written["reasoning"], written["finish_reason"]) == (None, "thinking…", "length")
     assert failed.kind is ErrorKind.TRUNCATED
     assert failed.answer is not None
@@ -92,7 +92,7 @@ def test_a_refusal_and_a_tool_call_are_completions_and_no_empty_answers() -> Non
     with ScriptedEndpoint(replies) as endpoint:
         ran = through_beam(config(endpoint, retry=RetryPolicy(0)), ["refused", "tool", "empty"])
     assert replies.sent == {"refused": 1, "tool": 1, "empty": 1}
-    assert loads(rows.write_outcome(ran.completed["refused"]))["refusal"] == "cannot help"
+    assert loads(row_results.write_outcome(ran.completed["refused"]))["refusal"] == "cannot help"
     assert loads(openai_batch.write_outcome(ran.completed["refused"]))["beam_llm"]["kind"] == "refused"
     assert ran.completed["tool"].message == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert loads(openai_batch.write_outcome(ran.completed["tool"]))["beam_llm"]["kind"] == "completed"

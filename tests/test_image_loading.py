@@ -20,8 +20,9 @@ from PIL import Image
 
 from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images import ImagePolicy
+from beam_llm.images.encoder import ImageEncoder
 from beam_llm.images.fetch import TransientReadError, is_private, with_retries
-from beam_llm.images.loading import describe_reference, image_url, load_image
+from beam_llm.images.loading import describe_reference, load_image
 from beam_llm.version import __version__
 
 PLAIN = ImagePolicy()
@@ -374,12 +375,12 @@ def test_description_is_short() -> None:
 
 
 def test_image_url_is_a_data_url_and_errors_name_the_reference(picture: Path, tmp_path: Path) -> None:
-    assert image_url(picture, PLAIN) == f"data:image/png;base64,{BASE64}"
-    assert image_url("https://host/a.png", PLAIN) == "https://host/a.png"
+    assert str(ImageEncoder(PLAIN).url(picture)) == f"data:image/png;base64,{BASE64}"
+    assert ImageEncoder(PLAIN).url("https://host/a.png") == "https://host/a.png"
     text = tmp_path / "secret.jpg"
     text.write_text("root:x:0:0")
     with pytest.raises(RequestError, match=rf"^image {text} is no picture"):
-        image_url(text, PLAIN)
+        ImageEncoder(PLAIN).url(text)
 
 
 def test_many_threads_load_side_by_side_without_leaving_files_open(picture: Path, tmp_path: Path) -> None:
@@ -389,7 +390,8 @@ def test_many_threads_load_side_by_side_without_leaving_files_open(picture: Path
 
     def attempt(number: int) -> bool:
         try:
-            return bool(image_url((picture, tmp_path / "cut.png", tmp_path / "none", tmp_path)[number % 4], PLAIN))
+            reference = (picture, tmp_path / "cut.png", tmp_path / "none", tmp_path)[number % 4]
+            return bool(ImageEncoder(PLAIN).url(reference))
         except RequestError:
             return False
 

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from beam_llm import lines
-from beam_llm.lines import FileRange, InputError, is_gzip, match_files, plan_ranges, read_lines
+from beam_llm import sources
+from beam_llm.files import FileRange, InputError, is_gzip, match_files
+from beam_llm.lines import read_lines
 from beam_llm.records import Shard
+from beam_llm.sources import plan_ranges
 
 BOM = b"\xef\xbb\xbf"
 Found = list[tuple[int, bytes]]
@@ -77,7 +79,7 @@ def test_planned_ranges_and_limits_are_the_first_rows_of_one_whole_read(
 ) -> None:
     files = [(stored(tmp_path, content, name), len(content)) for name in ("a.jsonl", "b.jsonl")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_MIN_RANGE", range_bytes)
+        patch.setattr(sources, "_MIN_RANGE", range_bytes)
         whole = [line for path, _ in files for line in read([FileRange(path)])]
         assert read(plan_ranges(files)) == whole
         for limit in (1, len(whole) // 2, len(whole), len(whole) + 1):

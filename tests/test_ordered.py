@@ -13,6 +13,7 @@ from beam_llm.formats import openai_batch
 from beam_llm.io import Format, WriteResults
 from beam_llm.ordered import WriteOrderedShards
 from beam_llm.records import Completion, FailedRequest, Origin, Outcome, Shard
+from beam_llm.result_sinks import LinesSink
 from beam_llm.runner import settle_runner
 from beam_llm.transforms import ChatResults
 
@@ -23,7 +24,7 @@ def completion(offset: int, shard: Shard | None) -> Completion:
 
 def write(outcomes: list[Outcome], output: Path) -> None:
     """One bundle, by hand."""
-    dofn = WriteOrderedShards(str(output), "completed", openai_batch.write_outcome)
+    dofn = WriteOrderedShards(str(output), "completed", LinesSink(openai_batch.write_outcome))
     dofn.start_bundle()
     try:
         for outcome in outcomes:
@@ -56,7 +57,7 @@ def test_a_replayed_bundle_writes_the_same_shards_once(tmp_path: Path) -> None:
 
 
 def test_a_failed_bundle_leaves_no_shard(tmp_path: Path) -> None:
-    dofn = WriteOrderedShards(str(tmp_path), "completed", openai_batch.write_outcome)
+    dofn = WriteOrderedShards(str(tmp_path), "completed", LinesSink(openai_batch.write_outcome))
     dofn.start_bundle()
     dofn.process(completion(1, Shard(0, 1)))
     dofn.start_bundle()

@@ -11,7 +11,7 @@ from PIL import Image
 from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.formats.openai_batch import read_request, write_outcome
 from beam_llm.images import ImagePolicy
-from beam_llm.images.loading import image_url
+from beam_llm.images.encoder import ImageEncoder
 from beam_llm.messages import image_references
 from beam_llm.records import ChatRequest, Completion, FailedRequest, Origin
 from beam_llm.spool import RestorePictures, Spool, SpooledPicture, spool_prompts
@@ -103,7 +103,7 @@ def restored(spool: Spool) -> dict[str, list[Any]]:
 def test_a_picture_is_sent_as_it_would_be_without_the_spool(tmp_path: Path, make: Callable[[], Image.Image]) -> None:
     spool = spool_prompts([[make(), "text"]], tmp_path)
     assert spool.refused == {}
-    assert image_url(restored(spool)["0"][0], POLICY) == image_url(make(), POLICY)
+    assert ImageEncoder(POLICY).url(restored(spool)["0"][0]) == ImageEncoder(POLICY).url(make())
 
 
 def test_an_opened_picture_is_spooled_as_its_file_and_left_unread(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_opened_picture_is_spooled_as_its_file_and_left_unread(tmp_path: Path
     data = saved(gradient(), "JPEG").getvalue()
     spool = spool_prompts([[picture]], tmp_path)
     (reference,) = restored(spool)["0"]
-    assert reference.read() == data
+    assert reference.load() == data
     assert getattr(picture, "tile", None), "the caller's picture was decoded"
 
 
@@ -128,7 +128,7 @@ def test_pictures_that_are_made_while_a_list_is_read_are_told_apart(tmp_path: Pa
             return iter([Image.new("L", (1, 1), self[0])])  # gone at once, so that the next may have its address
 
     spool = spool_prompts([Lazy([shade]) for shade in range(100)], tmp_path)
-    shades = {int(index): references[0].read().getpixel((0, 0)) for index, references in restored(spool).items()}
+    shades = {int(index): references[0].load().getpixel((0, 0)) for index, references in restored(spool).items()}
     assert shades == {n: n for n in range(100)}
 
 
@@ -139,7 +139,7 @@ def test_no_picture_is_in_the_lines_and_none_in_a_request_in_flight(tmp_path: Pa
     assert sum(path.stat().st_size for path in tmp_path.glob("prompts-*")) < 1000
     references = restored(spool)
     assert all(isinstance(one, SpooledPicture) for found in references.values() for one in found)
-    assert [references[index][0].read() for index in "012"] == [b"x" * 100_000, bytes(100_000), url]
+    assert [references[index][0].load() for index in "012"] == [b"x" * 100_000, bytes(100_000), url]
 
 
 def test_what_cannot_be_spooled_is_refused_by_its_index_and_the_others_are_written(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_prompts_are_dealt_out_evenly(tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_read_back_fails_its_request_only(tmp_path: Path) -> None:
     (tmp_path / "pictures").write_bytes(b"not a pickle")
     for name in ("pictures", "missing"):
-        with pytest.raises(RequestError, match="image in bytes cannot be read back") as raised:
-            image_url(SpooledPicture(str(tmp_path / name), 0), POLICY)
+        with pytest.raises(RequestError, match="image in the spool cannot be read back") as raised:
+            ImageEncoder(POLICY).url(SpooledPicture(str(tmp_path / name), 0))
         assert raised.value.kind is ErrorKind.BAD_IMAGE
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 from beam_llm.errors import RequestError
 from beam_llm.jsontext import loads
 from beam_llm.records import Completion, Origin, Outcome
+from beam_llm.spill import Deferred, Spilled
 
 _LONGEST_KEPT = 200
 """Characters of a data URL that may stand in an output; longer ones are pictures."""
@@ -29,7 +33,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def custom_id_of(row: dict[str, Any], origin: Origin) -> str:
+def custom_id_of(row: Mapping[str, Any], origin: Origin) -> str:
     """The row's own `custom_id`, numbers as text; else `<file>:<offset>`, which is the same in every run."""
     custom_id = row.get("custom_id")
     if isinstance(custom_id, str) and custom_id:
@@ -46,16 +50,24 @@ def source_of(outcome: Outcome) -> str:
 
 
 def without_data_urls(value: Any) -> Any:
-    """The value with the data of long data URLs cut off: pictures are not repeated in the output."""
+    """The value for a JSON file: pictures (long data URLs, bytes) are cut off, and what JSON cannot say is text."""
     if isinstance(value, str):
         if len(value) > _LONGEST_KEPT and value.startswith("data:"):
-            return f"{value[: value.find(',', 0, 100) + 1]}… ({len(value)} characters)"
+            return _cut_off(value, len(value))
         return value
-    if isinstance(value, dict):
+    if isinstance(value, Spilled):
+        return _cut_off(value.head or "", value.length)
+    if isinstance(value, (bytes, bytearray)):
+        return f"… ({len(value)} bytes)"
+    if isinstance(value, Mapping):
         return {key: without_data_urls(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [without_data_urls(item) for item in value]
-    return value
+    return str(value) if isinstance(value, (Decimal, timedelta, Deferred)) else value
+
+
+def _cut_off(head: str, length: int) -> str:
+    return f"{head[: head.find(',', 0, 100) + 1]}… ({length} characters)"
 
 
 def as_text(line: bytes) -> str:

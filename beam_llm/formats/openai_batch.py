@@ -23,7 +23,11 @@ def read_request(line: bytes, origin: Origin) -> ChatRequest:
     Raises:
         RequestError: Not JSON, not an object, or a field of the wrong kind; names the field and the value.
     """
-    row = parse_object(line)
+    return request_of_line(parse_object(line), origin)
+
+
+def request_of_line(row: dict[str, Any], origin: Origin) -> ChatRequest:
+    """As `read_request`, for a line that is parsed already."""
     body = row.get("body")
     if not isinstance(body, dict):
         raise RequestError(f"body: expected an object, got {body!r:.80}")

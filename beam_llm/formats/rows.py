@@ -1,16 +1,20 @@
-"""The `rows` format: any JSON object in, the same object with the answer's columns out."""
+"""The `rows` format, reading: which columns of a JSON object or of a table's row make its request."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from beam_llm.errors import ConfigError, RequestError
-from beam_llm.formats.common_row import custom_id_of, parse_object, source_of, without_data_urls
-from beam_llm.jsontext import dumps
-from beam_llm.records import ChatRequest, Completion, Origin, Outcome
+from beam_llm.formats.common_row import custom_id_of, parse_object, without_data_urls
+from beam_llm.jsontext import dumps, loads
+from beam_llm.messages import fill_images, has_empty_images
+from beam_llm.parquet_rows import ParquetRow
+from beam_llm.records import ChatRequest, Origin
 
 _MESSAGES, _PROMPT = "messages", "prompt"
 _IMAGES = ("image", "images")
@@ -25,7 +29,9 @@ class RowColumns:
             else its `prompt` column.
         image_columns: Columns with a picture or a list of pictures, sent before the text in this order. None given:
             `image` and `images`, where a row has them.
-        messages_column: Column with messages in any accepted form; excludes `prompt`.
+        messages_column: Column with messages in any accepted form, JSON text too; excludes `prompt`. None: `messages`,
+            where a row has it and there is no `prompt` template. Image parts that name no picture, as Hugging Face
+            data sets have them, get those of the image columns in turn.
 
     Raises:
         ConfigError: Both a prompt and a messages column, or a template that cannot be read.
@@ -38,8 +44,6 @@ class RowColumns:
     def __post_init__(self) -> None:
         if self.prompt is not None and self.messages_column is not None:
             raise ConfigError("prompt and messages_column exclude each other: messages already hold the prompt")
-        if self.messages_column is not None and self.image_columns:
-            raise ConfigError("messages_column and image_column exclude each other: put the images into the messages")
         if self.prompt is not None:
             self.template_columns()
 
@@ -56,9 +60,7 @@ class RowColumns:
 
 
 def read_request(line: bytes, origin: Origin, columns: RowColumns) -> ChatRequest:
-    """The request of a row; the row itself comes back as the outcome's context.
-
-    A row may bring body fields of its own in an object column `body`; other columns are never sent.
+    """The request of a line of JSON; the row itself comes back as the outcome's context.
 
     Raises:
         RequestError: Not JSON, not an object, or a column that is missing, null or of the wrong kind.
@@ -66,11 +68,15 @@ def read_request(line: bytes, origin: Origin, columns: RowColumns) -> ChatReques
     return request_of_row(parse_object(line), origin, columns)
 
 
-def request_of_row(row: dict[str, Any], origin: Origin, columns: RowColumns) -> ChatRequest:
-    """As `read_request`, for a row that is read already."""
-    body = row.get("body", {})
-    if not isinstance(body, dict):
-        raise RequestError(f"body: expected an object of request fields, got {body!r:.80}")
+def request_of_row(row: Mapping[str, Any], origin: Origin, columns: RowColumns) -> ChatRequest:
+    """The request of a row of any file.
+
+    A row may bring body fields of its own in an object column `body`; other columns are never sent.
+
+    Raises:
+        RequestError: A column that is missing, null or of the wrong kind.
+    """
+    body = _body(row)
     if isinstance(model := row.get("model"), str) and model:
         body = {"model": model, **body}
     if "messages" not in body:
@@ -78,28 +84,63 @@ def request_of_row(row: dict[str, Any], origin: Origin, columns: RowColumns) -> 
     return ChatRequest(custom_id_of(row, origin), body, context=row, origin=origin)
 
 
+def _body(row: Mapping[str, Any]) -> dict[str, Any]:
+    body = _parsed(row.get("body"), "{")
+    if body is None:
+        return {}
+    if not isinstance(body, dict):
+        raise RequestError(f"body: expected an object of request fields, got {body!r:.80}")
+    return _without_nulls(body) if isinstance(row, ParquetRow) else body
+
+
 def _messages(row: Mapping[str, Any], columns: RowColumns) -> Any:
-    if columns.messages_column is not None:
-        return _value(row, columns.messages_column)
+    name = columns.messages_column or _MESSAGES
+    if columns.prompt is None and (columns.messages_column is not None or row.get(name) is not None):
+        messages = _parsed(_value(row, name), "[")
+        if isinstance(row, ParquetRow):
+            messages = _without_nulls(messages)
+        return fill_images(messages, _pictures(row, columns) if has_empty_images(messages) else [])
     if columns.prompt is not None:
         pieces = string.Formatter().parse(columns.prompt)
         text = "".join(said + ("" if name is None else _as_text(_value(row, name))) for said, name, _, _ in pieces)
-    elif row.get(_MESSAGES) is not None:
-        return row[_MESSAGES]
     else:
         text = _value(row, _PROMPT)
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a string, got {text!r:.80}")
-    pictures = _pictures(row, columns)
-    return [*({"type": "image", "value": picture} for picture in pictures), {"type": "text", "text": text}]
+    if pictures := _pictures(row, columns):
+        said = [{"type": "text", "text": text}] if text else []
+        return [*({"type": "image", "value": picture} for picture in pictures), *said]
+    return text
 
 
 def _pictures(row: Mapping[str, Any], columns: RowColumns) -> list[Any]:
-    if columns.image_columns:
-        values = [_value(row, name) for name in columns.image_columns]
-    else:
-        values = [row[name] for name in _IMAGES if row.get(name) is not None]
-    return [picture for value in values for picture in (value if isinstance(value, list) else [value])]
+    names = columns.image_columns or [name for name in _IMAGES if row.get(name) is not None]
+    return [picture for name in names for picture in _column_pictures(row, name)]
+
+
+def _column_pictures(row: Mapping[str, Any], name: str) -> list[Any]:
+    if isinstance(row, ParquetRow) and name in row:
+        found = row.pictures(name)
+        return found if found is not None else [_value(row, name)]
+    value = _value(row, name)
+    return value if isinstance(value, list) else [value]
+
+
+def _parsed(value: Any, opening: str) -> Any:
+    """A value that a table keeps as JSON text, as itself; any other text as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(opening):
+        with suppress(ValueError):
+            parsed = loads(value.encode())
+            if isinstance(parsed, dict) or all(isinstance(item, dict) for item in parsed):
+                return parsed
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Every struct of a Parquet column has all its fields, those that nobody set as null."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
@@ -110,66 +151,27 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else dumps(value).decode()
+    return value if isinstance(value, str) else dumps(without_data_urls(value)).decode().strip('"')
 
 
-def write_outcome(outcome: Outcome) -> bytes:
-    """The row with `custom_id` and the answer's columns, or `error`; without line end.
+def missing_column(columns: RowColumns, rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """What to say of a column that the flags name and that none of some rows has; None if all is well.
 
-    A column of the input that has the name of one of ours is kept as `input_<name>`.
+    Args:
+        columns: What the flags say.
+        rows: The first rows of the input, or one that has all columns of a table. None at all: nothing to say.
     """
-    row = without_data_urls(outcome.context) if isinstance(outcome.context, dict) else {"input": outcome.context}
-    ours = {
-        "custom_id": outcome.custom_id,
-        **(_answer(outcome) if isinstance(outcome, Completion) else _error(outcome)),
-    }
-    kept = {
-        _free_name(name, ours, row): value
-        for name, value in row.items()
-        if value is not None or isinstance(outcome.context, dict)
-    }
-    return dumps({**kept, **ours})
-
-
-def _free_name(name: str, ours: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    if name not in ours or name == "custom_id":
-        return name
-    name = f"input_{name}"
-    while name in row:
-        name = f"input_{name}"
-    return name
-
-
-def _answer(completion: Completion) -> dict[str, Any]:
-    columns: dict[str, Any] = {
-        "answer": completion.answer,
-        "reasoning": completion.reasoning,
-        "finish_reason": completion.finish_reason,
-        "usage": completion.usage,
-    }
-    if completion.refusal is not None:
-        columns["refusal"] = completion.refusal
-    if tool_calls := completion.message.get("tool_calls"):
-        columns["tool_calls"] = tool_calls
-    if logprobs := completion.choice.get("logprobs"):
-        columns["logprobs"] = logprobs
-    if len(choices := completion.body.get("choices") or []) > 1:
-        columns["choices"] = choices
-    return columns
-
-
-def _error(outcome: Outcome) -> dict[str, Any]:
-    assert not isinstance(outcome, Completion)
-    origin = outcome.origin
-    return {
-        "error": {
-            "kind": outcome.kind,
-            "message": outcome.message,
-            "status_code": outcome.status_code,
-            "body": outcome.answer or outcome.body,
-            "attempts": outcome.attempts,
-            "source": source_of(outcome),
-            "file": origin.file if origin else None,
-            "offset": origin.offset if origin else None,
-        }
-    }
+    found = list(dict.fromkeys(name for row in rows for name in row))
+    if not found:
+        return None
+    has = f"the input has {', '.join(map(repr, found))}"[:300]
+    wanted = [("prompt", name) for name in columns.template_columns()]
+    wanted += [("image_column", name) for name in columns.image_columns]
+    wanted += [("messages_column", columns.messages_column)] if columns.messages_column else []
+    for flag, name in wanted:
+        if name not in found:
+            near = get_close_matches(name, found, n=1)
+            return f"{flag}: no column {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + has
+    if columns.prompt is None and columns.messages_column is None and not {_MESSAGES, _PROMPT, "body"} & set(found):
+        return f"no column 'messages' or 'prompt' to ask: give --prompt or --messages_column; {has}"
+    return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import binascii
 import errno
 import os
-import posixpath
 import random
 import re
 import stat
@@ -23,30 +22,20 @@ import pybase64
 from PIL import Image
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.images import ImagePolicy, data_url, encode_image
+from beam_llm.images import ImagePolicy
 from beam_llm.images.fetch import fetch_once, with_retries
 from beam_llm.images.storage import check_storage_url, read_storage_once
+from beam_llm.spill import Deferred, Spilled
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters and more, as `C:` is a drive
 _LONGEST_DESCRIPTION = 200
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
-def image_url(reference: Any, policy: ImagePolicy) -> str:
-    """The URL that a message carries for an image reference: a data URL, or an http(s) URL as it was given.
-
-    Raises:
-        RequestError: The picture cannot be read or cannot be sent; the message names the reference.
-    """
-    loaded = load_image(reference, policy)
-    if isinstance(loaded, str):
-        return loaded
-    return data_url(encode_image(loaded, policy, f"image {describe_reference(reference)}"))
-
-
 def load_image(
     reference: Any,
     policy: ImagePolicy,
+    beside: str | None = None,
     sleep: Callable[[float], None] = time.sleep,
     rng: Callable[[], float] = random.random,
 ) -> bytes | Image.Image | str:
@@ -54,8 +43,10 @@ def load_image(
 
     Args:
         reference: A path (`str`, `os.PathLike`), a `file:` or `data:` URL, an http(s) URL, a URL of a file system
-            that Beam knows (`gs://`, …), bytes, a PIL image, or a mapping of `bytes` and `path`, where bytes win.
+            that Beam knows (`gs://`, …), bytes, a PIL image, a mapping of `bytes` and `path`, where bytes win, or a
+            `Deferred` of any of these.
         policy: What may be read, and how much.
+        beside: The file that the reference stands in; see `locate`. None: no file.
         sleep, rng: For the back-off between the tries of a remote read.
 
     Returns:
@@ -66,7 +57,7 @@ def load_image(
         RequestError: It cannot or may not be read; the message names the reference.
     """
     try:
-        data = _load(reference, policy, sleep, rng)
+        data = _load(reference, policy, beside, sleep, rng)
         if isinstance(data, bytes) and not data:
             raise _refused("is empty")
         return data
@@ -76,6 +67,8 @@ def load_image(
 
 def describe_reference(reference: Any) -> str:
     """A reference for a message: at most 200 characters, no picture data, no query or password of a URL."""
+    if isinstance(reference, Spilled):
+        reference = reference.head if reference.head is not None else "in bytes"
     if isinstance(reference, Mapping):
         path = reference.get("path")
         return describe_reference(path) if path else "in bytes"
@@ -98,23 +91,64 @@ def describe_reference(reference: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _load(
-    reference: Any, policy: ImagePolicy, sleep: Callable[[float], None], rng: Callable[[], float]
-) -> bytes | Image.Image | str:
-    if isinstance(reference, Mapping):  # as in Hugging Face data sets and Parquet files
-        reference = reference.get("bytes") or reference.get("path")
+def bare_reference(reference: Any) -> Any:
+    """What a mapping of `bytes` and `path` (as in Hugging Face data sets and Parquet files) or a `Deferred` stands for.
+
+    Raises:
+        RequestError: The mapping has neither.
+    """
+    if isinstance(reference, Deferred):
+        reference = reference.load()
+    if isinstance(reference, Mapping):
+        data = reference.get("bytes")
+        if isinstance(data, str):
+            raise _refused("has text in `bytes`; write base64 as a data URL: data:image/png;base64,…")
+        reference = bare_reference(data) if isinstance(data, Deferred) else data or reference.get("path")
         if not reference:
             raise _refused("has neither `bytes` nor `path`")
+    return os.fsdecode(reference) if isinstance(reference, os.PathLike) else reference
+
+
+def scheme_of(reference: str) -> str:
+    """`data`, `http`, `gs`, … in small letters; empty for a path."""
+    found = _SCHEME.match(reference)
+    return found[1].lower() if found else ""
+
+
+def locate(path: str, policy: ImagePolicy, beside: str | None) -> str:
+    """Where a path leads: relative ones start at `policy.root`; without one at the current folder, or else at the
+    folder of the file that they stand in, as in data sets that come with their pictures.
+
+    Args:
+        path: A local path, absolute or relative.
+        policy: Its root.
+        beside: The file that the path stands in, local or a URL; None: no file.
+
+    Returns:
+        A local path, or a URL if root or file are in a bucket.
+    """
+    if os.path.isabs(path):
+        return path
+    if policy.root is not None:
+        return f"{policy.root.rstrip('/')}/{path}" if "://" in policy.root else path
+    if beside is None or os.path.lexists(path):
+        return path
+    folder, slash, _ = beside.rpartition("/")
+    neighbour = f"{folder}{slash}{path}"
+    return neighbour if "://" in neighbour or os.path.lexists(neighbour) else path
+
+
+def _load(
+    reference: Any, policy: ImagePolicy, beside: str | None, sleep: Callable[[float], None], rng: Callable[[], float]
+) -> bytes | Image.Image | str:
+    reference = bare_reference(reference)
     if isinstance(reference, Image.Image):
         return reference
     if isinstance(reference, (bytes, bytearray, memoryview)):
         return bytes(reference)
-    if isinstance(reference, os.PathLike):
-        reference = os.fsdecode(reference)
     if not isinstance(reference, str) or not reference:
         raise _refused("is no image reference; give a path, a URL, bytes or a PIL image")
-    found = _SCHEME.match(reference)
-    scheme = found[1].lower() if found else ""
+    scheme = scheme_of(reference)
     if scheme == "data":
         return _decode_data_url(reference, policy.max_download_bytes)
     if scheme in ("http", "https"):
@@ -123,7 +157,7 @@ def _load(
         return with_retries(lambda: fetch_once(reference, policy), sleep, rng)
     if scheme == "file":
         return _read_local(_file_url_path(reference), policy)
-    if "://" in (path := reference if "://" in reference else _under_remote_root(reference, policy)):
+    if "://" in (path := reference if "://" in reference else locate(reference, policy, beside)):
         check_storage_url(path, policy.root)
         return with_retries(lambda: read_storage_once(path, policy.max_download_bytes), sleep, rng)
     return _read_local(path, policy)
@@ -172,7 +206,8 @@ def _read_local(path: str, policy: ImagePolicy) -> bytes:
                 raise _refused(f"has {status.st_size} bytes, more than max_download_bytes")
             return file.readall()
     except OSError as error:
-        known = {errno.ENOENT: "does not exist", errno.EISDIR: "is a folder", errno.EACCES: "may not be read"}
+        looked = "" if os.path.isabs(path) else f", looked for {os.path.abspath(path)}"
+        known = {errno.ENOENT: f"does not exist{looked}", errno.EISDIR: "is a folder", errno.EACCES: "may not be read"}
         raise _refused(known.get(error.errno or 0, f"cannot be read ({error.strerror})")) from error
     except ValueError as error:  # a NUL byte, a lone surrogate
         raise _refused(f"is no path ({error})") from error
@@ -187,10 +222,3 @@ def _inside_root(path: str, root: str) -> str:
     if os.path.commonpath((real_root, real)) != real_root:
         raise _refused(f"is outside the root {root}")
     return real
-
-
-def _under_remote_root(path: str, policy: ImagePolicy) -> str:
-    """A relative path joined to a root like `gs://bucket/images`; any other path as it is."""
-    if policy.root is None or "://" not in policy.root or posixpath.isabs(path):
-        return path
-    return f"{policy.root.rstrip('/')}/{path}"
