@@ -8,6 +8,7 @@ import io
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -110,11 +111,10 @@ class _Lines(Iterator[str]):
         return line.decode("utf-8", "surrogateescape")  # what is not UTF-8 costs its own row only
 
 
-def _unpacked(path: str) -> IO[bytes]:
-    raw = open_file(path)
-    if begins_with_gzip(raw):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
-    return raw
+@contextmanager
+def _unpacked(path: str) -> Iterator[IO[bytes]]:
+    with open_file(path) as raw:
+        yield io.BufferedReader(gzip.GzipFile(fileobj=raw)) if begins_with_gzip(raw) else raw
 
 
 def _header(path: str, file: IO[bytes]) -> tuple[list[str], str, int]:

@@ -10,6 +10,7 @@ import functools
 import os
 import tempfile
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from typing import Any
@@ -42,7 +43,9 @@ class SpillFile:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="beam_llm-spill-", buffering=0)  # noqa: SIM115 - open as long as the process
+        self._file, name = tempfile.mkstemp(prefix="beam_llm-spill-")
+        os.unlink(name)
+        weakref.finalize(self, os.close, self._file)
         self._lock = threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
@@ -68,7 +71,7 @@ class SpillFile:
             else:
                 place, self._end = self._end, self._end + room
         try:
-            written = os.pwrite(self._file.fileno(), data, place)
+            written = os.pwrite(self._file, data, place)
         except OSError as error:
             raise _full(error.strerror) from error
         if written < len(data):
@@ -77,7 +80,7 @@ class SpillFile:
 
     def get(self, place: int, size: int) -> bytes:
         """Reads bytes back."""
-        return os.pread(self._file.fileno(), size, place)
+        return os.pread(self._file, size, place)
 
     def free(self, place: int, room: int) -> None:
         """Gives room back. Safe in a finaliser: it takes no lock."""

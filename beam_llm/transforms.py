@@ -22,7 +22,7 @@ from beam_llm.messages import count_images
 from beam_llm.progress import COUNTS
 from beam_llm.records import ChatRequest, Completion, FailedRequest
 
-_IMAGE_THREADS = 64
+_IMAGE_THREADS = 128
 """Pictures loaded side by side: hides a bucket's 50 ms an object; cores decode."""
 
 _BATCH_IMAGE_BYTES = 32 << 20
@@ -113,11 +113,15 @@ def _prepare(
 
 
 class _CountValid(beam.DoFn):
+    def setup(self) -> None:
+        """Nothing has failed yet."""
+        self._examples: dict[str, str] = {}
+
     def process(self, batch: list[Windowed]) -> Iterator[Any]:
         """Counts what can be sent; yields the failures."""
         for value, wv in batch:
             if isinstance(value, FailedRequest):
-                count_outcome(value)
+                count_outcome(value, self._examples)
                 yield TaggedOutput(FAILED_TAG, wv.with_value(value))
             else:
                 COUNTS.completed += 1

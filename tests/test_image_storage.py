@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import gzip
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 from apache_beam.io.filesystem import FileSystem
 from apache_beam.io.localfilesystem import LocalFileSystem
@@ -16,6 +19,7 @@ from beam_llm.images import ImagePolicy
 from beam_llm.images import storage as image_storage
 from beam_llm.images.loading import load_image
 from tests.servers import gcs_server
+from tests.test_image_loading import Handler, image_server
 
 PLAIN = ImagePolicy()
 PICTURE = b"any bytes will do here"
@@ -141,3 +145,48 @@ def test_cloud_storage_is_read_by_many_threads_with_one_client(bucket: str) -> N
     assert load("a b/cat%20#1.jpg", ImagePolicy(root=bucket)) == PICTURE
     for missing in (f"{bucket}/none.jpg", "gs://no-such-bucket/a.jpg"):
         assert f"image {missing} does not exist" in refusal(missing)
+
+
+def test_cloud_storage_reads_what_passes_trouble_hides(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C69, C70: one request an object; a 503, a wrong checksum and a body that ends early are read again."""
+    good = {"X_Goog_Hash": f"crc32c={_crc32c(PICTURE)},md5=x"}
+    answers: list[Callable[[Handler], None]] = [
+        lambda handler: handler.reply(503, b"later"),
+        lambda handler: handler.reply(200, PICTURE[:-1] + b"?", **good),
+        lambda handler: handler.reply(200, PICTURE, Content_Length=str(len(PICTURE) + 9)),
+        lambda handler: handler.reply(200, PICTURE, **good),
+    ]
+    with image_server(lambda handler: answers.pop(0)(handler)) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        assert load(f"{bucket}/a b/#1?.jpg") == PICTURE
+    assert server.paths == ["/download/storage/v1/b/pictures/o/a%20b%2F%231%3F.jpg?alt=media"] * 4
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "reason"),
+    [
+        (404, b"No such object", {}, "does not exist"),
+        (403, b"caller has no storage.objects.get access", {}, "403 caller has no storage.objects.get access"),
+        (200, b"x" * 101, {}, "is larger than max_download_bytes (100)"),
+        (200, gzip.compress(bytes(10_000)), {"Content_Encoding": "gzip"}, "is larger than max_download_bytes (100)"),
+    ],
+)
+def test_an_object_of_cloud_storage_that_cannot_be_had_is_refused_at_once(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, headers: dict[str, str], reason: str
+) -> None:
+    with image_server(lambda handler: handler.reply(status, body, **headers)) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        assert reason in refusal(f"{bucket}/a.jpg", ImagePolicy(max_download_bytes=100))
+    assert len(server.paths) == 1
+
+
+def test_an_object_that_is_stored_packed_is_unpacked(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = gzip.compress(PICTURE)
+    headers = {"Content_Encoding": "gzip", "X_Goog_Hash": f"crc32c={_crc32c(packed)}"}
+    with image_server(lambda handler: handler.reply(200, packed, **headers)) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        assert load(f"{bucket}/a.jpg") == PICTURE
+
+
+def _crc32c(data: bytes) -> str:
+    return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()

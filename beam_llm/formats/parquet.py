@@ -95,22 +95,20 @@ class TableLayout:
             if value is not None and (name not in known or not _fits(value, known[name].type))
             if name != "custom_id" or name in known
         }
-        return dumps(without_data_urls(rest)).decode() if rest else None
+        return dumps(rest).decode() if rest else None
 
 
 def _as_read(context: Any) -> Any:
     """The row behind an outcome, once: a batch of Arrow with one row, or a mapping."""
     if isinstance(context, ParquetRow):
         return context.as_batch()
-    if isinstance(context, Mapping):
-        return context
-    return {} if context is None else {"input": context}
+    return {} if context is None else without_data_urls(context if isinstance(context, Mapping) else {"input": context})
 
 
 def _cell(row: Any, field: pa.Field) -> pa.Array:
     """One row's value of an input column, null where it has none."""
     if not isinstance(row, pa.RecordBatch):
-        value = without_data_urls(row.get(field.name))
+        value = row.get(field.name)
         return pa.array([value if _fits(value, field.type) else None], field.type)
     at = row.schema.get_field_index(field.name)
     if at < 0:
