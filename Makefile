@@ -1,10 +1,12 @@
 # make demo   a run over the shipped sample against the simulator, results in out/demo
 # make test   formatting, types and every test but those below
+# make test-pictures   the test pictures of Pillow, pillow-heif and scikit-image, all of them, through the command line
 # make test-chaos   20,000 rows under faults and kills; CHAOS_ROUNDS=10 repeats it
+# make bench   what a request costs, beside other clients (some 4 minutes); make bench-full takes an hour or more
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-chaos lint clean
+.PHONY: demo test test-pictures test-chaos bench bench-full lint clean
 
 demo: .venv/.demo
 	rm -rf out/demo
@@ -19,8 +21,17 @@ demo: .venv/.demo
 test: .venv/.test lint
 	$(BIN)/python -m pytest
 
+test-pictures: .venv/.test
+	$(BIN)/python -m pytest -n0 tests/pictures
+
 test-chaos: .venv/.test
 	$(BIN)/python -m pytest -n0 -s tests/chaos
+
+bench: .venv/.demo .cache/venv-bench/.short
+	$(BIN)/python -m tests.benchmarks
+
+bench-full: .venv/.demo .cache/venv-bench/.full
+	$(BIN)/python -m tests.benchmarks --full
 
 lint: .venv/.test
 	$(BIN)/ruff check
@@ -37,5 +48,14 @@ lint: .venv/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
 
+.cache/venv-bench/.short: tests/benchmarks/peers.txt
+	$(PYTHON) -m venv .cache/venv-bench
+	.cache/venv-bench/bin/pip install --quiet --disable-pip-version-check -r tests/benchmarks/peers.txt
+	touch $@
+
+.cache/venv-bench/.full: tests/benchmarks/peers-full.txt .cache/venv-bench/.short
+	.cache/venv-bench/bin/pip install --quiet --disable-pip-version-check -r tests/benchmarks/peers-full.txt
+	touch $@
+
 clean:
-	rm -rf .venv out build dist *.egg-info
+	rm -rf .venv .cache out build dist *.egg-info

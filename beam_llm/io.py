@@ -18,7 +18,7 @@ from beam_llm.formats import openai_batch, row_results, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object
 from beam_llm.formats.parquet import TableLayout
 from beam_llm.ordered import WriteOrderedShards
-from beam_llm.parquet_rows import ParquetRow
+from beam_llm.parquet_rows import ParquetRow, return_arrow_memory
 from beam_llm.progress import COUNTS, report_progress
 from beam_llm.records import ChatRequest, FailedRequest, Origin, Outcome
 from beam_llm.result_sinks import LinesSink, ParquetSink, ResultSink
@@ -101,6 +101,7 @@ class _ReadRows(beam.DoFn):
     def setup(self) -> None:
         """Lets this worker process show its progress."""
         report_progress()
+        return_arrow_memory()
 
     def process(self, part: FileRange) -> Iterator[ChatRequest | FailedRequest]:
         """The requests of the rows that begin in a range."""

@@ -170,13 +170,21 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    """The file, its columns read as a stream: a column of pictures may be gigabytes in one row group."""
-    raw = open_file(path)
+    """The file, its columns read as a stream: a column of pictures may be gigabytes in one row group.
+
+    Arrow reads local files itself: through Python each page would be in memory once more.
+    """
     try:
+        raw = open_file(path) if "://" in path else pa.OSFile(path)
         with raw, pq.ParquetFile(raw, buffer_size=_READ_BYTES, pre_buffer=False) as file:
             yield file
     except (pa.ArrowException, OSError, EOFError) as error:
         raise InputError(f"{path}: no Parquet file, or a damaged one: {error}"[:500]) from error
+
+
+def return_arrow_memory() -> None:
+    """Lets memory that Arrow frees go back to the system: its own allocators keep that of pages with pictures."""
+    pa.set_memory_pool(pa.system_memory_pool())
 
 
 def schema_of(path: str) -> pa.Schema:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from pipelines.run import main
-from tests.commands import Finished, run, write_lines
+from tests.commands import Command, Finished, run, write_lines
 from tests.endpoint import ScriptedEndpoint
 from tests.test_parquet_rows import ODD
 
@@ -247,3 +248,44 @@ def test_a_column_that_is_not_there_is_a_usage_error_before_the_run(
     assert code == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def heavy_jpeg(number: int, size: int = 400_000) -> bytes:
+    """A small picture in a large file, unlike every other one."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (number % 256, 0, 0)).save(buffer, "JPEG")
+    comment = b"\xff\xfe\xff\xff" + number.to_bytes(4, "big") + bytes(65535 - 6)
+    data = buffer.getvalue()
+    return data[:2] + comment * (size // len(comment)) + data[2:]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_pictures_in_rows_are_not_in_memory_while_their_requests_wait(tmp_path: Path, kind: str) -> None:
+    """800 requests of 0.5 MB are open at once, 420 MB of bodies; they would also be in memory as rows."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        cells = pa.array([heavy_jpeg(n) for n in range(800)], pa.binary())
+        pq.write_table(pa.table({"image": cells, "prompt": ["what is it"] * 800}), path, row_group_size=50)
+    else:
+        urls = ("data:image/jpeg;base64," + base64.b64encode(heavy_jpeg(n)).decode() for n in range(800))
+        write_lines(path, *({"prompt": "what is it", "image": url} for url in urls))
+    flags = ["--base_url=simulated?latency_ms=5000", "--num_workers=1", "--response_store=none"]
+    out = ["--output_file_type=parquet"] if kind == "parquet" else []
+    with Command(tmp_path / "out", f"--input={path}", *flags, *out) as command:
+        peak = 0
+        while command.process.poll() is None:
+            peak = max(peak, resident_mb(command.process.pid))
+            time.sleep(0.05)
+        done = command.wait()
+    assert done.code == 0
+    assert done.summary["completed"] == 800
+    assert peak < 400, f"{peak} MB"
+
+
+def resident_mb(pid: int) -> int:
+    """Memory of a process that is its own, in megabytes; 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) // 1024

@@ -1,13 +1,30 @@
-"""Pictures for a request: the policy, what is sent as it is and what is made anew, and the data URL.
+"""Pictures for a request: what is sent as it is and what is made anew under an `ImagePolicy`, and the data URL.
+
+What a reference leads to (`images.loading` reads it):
+
+| reference | gives |
+| --- | --- |
+| path, `file:` URL, `gs://` and other URLs of Beam's file systems, data URL | the file's bytes |
+| http(s) URL | itself, for the server to fetch; with `ImagePolicy.fetch_images` the file's bytes |
+| bytes; `{bytes, path}`, as in Hugging Face data sets; a Parquet cell | the bytes, else what the path leads to |
+| PIL image, opened from a file and not loaded yet | the file's bytes |
+| PIL image in memory | its pixels and `info` (Exif, profile); its `format` chooses JPEG or PNG |
+
+What becomes of it:
 
 | picture | becomes |
 | --- | --- |
 | JPEG, PNG: whole, upright, opaque, still, 8-bit RGB or grey, sRGB, within the limits | sent as it is |
 | another format named in `passthrough_formats`, the same conditions | sent as it is, after one decode to be sure |
-| any other JPEG, MPO, lossy WebP, HEIC, AVIF | first frame, upright, flat, sRGB, within the limits, as JPEG |
-| all else that Pillow reads | the same, as PNG |
-| a PIL image opened from a file and not loaded yet | what its file becomes |
-| a PIL image in memory | what its pixels and `info` (Exif, profile) ask for; its `format` chooses JPEG or PNG |
+| any other JPEG, MPO, lossy WebP, HEIC, AVIF | as JPEG: |
+| all else that Pillow reads | as PNG: |
+| – Exif orientation 2 to 8 | upright |
+| – RGBA, palette, transparent colour | flat on the background |
+| – 16-bit, floating point, 1-bit | scaled to 8-bit |
+| – CMYK, ICC profiles | sRGB, by the profile |
+| – several frames or pages | the first one |
+| – beyond the limits | smaller, or larger for `min_side` |
+| broken, cut off, no picture, a bomb | refused |
 """
 
 from __future__ import annotations
@@ -21,9 +38,12 @@ from io import BytesIO
 import pybase64
 from PIL import Image
 
-from beam_llm.errors import ConfigError, ErrorKind, RequestError
+from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images.checks import PlainFile, inspect_file, is_lossless_webp, is_srgb_profile
 from beam_llm.images.pixels import READABLE_FORMATS, flat_srgb, media_type, open_picture, quiet_pillow, turn_to_upright
+from beam_llm.images.policy import ImagePolicy
+
+__all__ = ["DataURL", "EncodedImage", "ImagePolicy", "data_url", "encode_image", "file_bytes", "target_size"]
 
 _LOSSY_FORMATS = ("JPEG", "MPO", "WEBP", "HEIF", "AVIF")
 _FALLING_QUALITY = (80, 65, 50)
@@ -34,72 +54,6 @@ _PNG_COMPRESSION = 1
 _DECODERS = threading.BoundedSemaphore(os.cpu_count() or 1)
 """Decoding takes a core and, of a large picture, a hundred megabytes: however many pictures are being loaded, no more
 are decoded at once than there are cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePolicy:
-    """What pictures may be read, and how they are sent.
-
-    Args:
-        max_pixels: Width times height of what is sent; larger pictures are made smaller. None: no limit.
-        max_side: Longer side of what is sent, in pixels. None: no limit.
-        min_side: Shorter side of what is sent, in pixels; smaller pictures are scaled up, and refused where that
-            would break another limit. None: no limit.
-        max_bytes: Bytes of the file that is sent, before base64 (which adds a third). What is larger becomes a
-            JPEG of falling quality, then of falling size. None: no limit.
-        format: `auto`, `jpeg` or `png`; `auto` keeps what is sent as it is and else follows the source.
-        quality: JPEG quality, 1 to 100.
-        background: Colour behind transparent pixels, (red, green, blue).
-        passthrough_formats: Formats, by Pillow's names, that may be sent as they are.
-        max_decode_pixels: Pictures with more are refused as bombs, before a pixel is decoded.
-        fetch_images: Whether to download http(s) pictures here; else the model server is given the URL.
-        root: Local folder or prefix (`gs://bucket/images/`). Only what lies in it is read, links resolved, and
-            relative references start there. None: any file that the worker can read.
-        allow_private_addresses: Whether downloads may go to private, loopback and link-local addresses.
-        max_download_bytes: Most bytes read of one picture, from wherever it comes.
-        download_timeout_s: Seconds for one try of a download.
-        user_agent: Sent with downloads. None: `beam_llm/<version>`.
-        cache_bytes: Of encoded pictures that each process keeps in case they recur, those used last; 0 keeps none.
-    """
-
-    max_pixels: int | None = None
-    max_side: int | None = None
-    min_side: int | None = None
-    max_bytes: int | None = None
-    format: str = "auto"
-    quality: int = 90
-    background: tuple[int, int, int] = (255, 255, 255)
-    passthrough_formats: tuple[str, ...] = ("JPEG", "PNG")
-    max_decode_pixels: int = 200_000_000
-    fetch_images: bool = False
-    root: str | None = None
-    allow_private_addresses: bool = False
-    max_download_bytes: int = 100 * 2**20
-    download_timeout_s: float = 30.0
-    user_agent: str | None = None
-    cache_bytes: int = 64 * 2**20
-
-    def __post_init__(self) -> None:
-        limits = ("max_pixels", "max_side", "min_side", "max_bytes", "max_decode_pixels", "max_download_bytes")
-        for name in limits:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"ImagePolicy.{name} must be >= 1 or None for no limit, got {value}")
-        if self.cache_bytes < 0:
-            raise ConfigError(f"ImagePolicy.cache_bytes must be >= 0 (0 keeps none), got {self.cache_bytes}")
-        if self.format not in ("auto", "jpeg", "png"):
-            raise ConfigError(f"ImagePolicy.format must be auto, jpeg or png, got {self.format!r}")
-        if not 1 <= self.quality <= 100:
-            raise ConfigError(f"ImagePolicy.quality must be 1 to 100, got {self.quality}")
-        if len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background):
-            raise ConfigError(f"ImagePolicy.background must be three numbers 0 to 255, got {self.background}")
-        if unknown := [name for name in self.passthrough_formats if name not in READABLE_FORMATS]:
-            raise ConfigError(f"ImagePolicy.passthrough_formats must be of {READABLE_FORMATS}, got {unknown}")
-        if not self.download_timeout_s > 0:
-            raise ConfigError(f"ImagePolicy.download_timeout_s must be > 0, got {self.download_timeout_s}")
-        side = self.min_side or 1
-        if side > (self.max_side or side) or side * side > (self.max_pixels or side * side):
-            raise ConfigError(f"ImagePolicy.min_side {side} cannot be met within max_side and max_pixels; lower it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +184,12 @@ def file_bytes(image: Image.Image) -> bytes | None:
 
 def _decode_and_encode(image: Image.Image, data: bytes | None, policy: ImagePolicy) -> EncodedImage:
     target = target_size(*image.size, policy)
-    image_format, frames = image.format or "", getattr(image, "n_frames", 1)
+    image_format = image.format or ""
     if data is not None and image_format == "JPEG":
         image.draft(None, target)  # decodes at 1/2, 1/4 or 1/8, never below the target
     image.load()
     turn = turn_to_upright(image)
-    if data is not None and turn is None and frames == 1 and _may_pass_decoded(image, data, target, policy):
+    if data is not None and turn is None and _may_pass_decoded(image, data, target, policy):
         return EncodedImage(data, media_type(image_format), *target, converted=False)
     pixels = image
     if image.mode in ("RGB", "L", "CMYK") and "transparency" not in image.info and target[0] < image.width:
@@ -261,6 +215,7 @@ def _may_pass_decoded(image: Image.Image, data: bytes, target: tuple[int, int], 
         and (not profile or is_srgb_profile(profile))
         and image.size == target
         and len(data) <= (policy.max_bytes or len(data))
+        and getattr(image, "n_frames", 1) == 1  # last: it may read through the whole file
     )
 
 

@@ -22,6 +22,13 @@ _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xCC}
 _MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 # The same rule as Pillow's getexif, so that a picture is turned alike whether it is decoded here or by a server.
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_SRGB_PRIMARIES = {
+    b"rXYZ": (0.4361, 0.2225, 0.0139),
+    b"gXYZ": (0.3851, 0.7169, 0.0971),
+    b"bXYZ": (0.1431, 0.0606, 0.7139),
+}
+"""XYZ of red, green and blue, adapted to D50 (ICC.1:2022). Nearly every sRGB profile has them within 0.001; P3's red
+is 0.079 away."""
 _LONGEST_INFLATABLE_TEXT = 1000
 """Deflate grows data at most 1032-fold and Pillow, in most servers, refuses a text chunk above 1 MiB."""
 
@@ -60,23 +67,29 @@ def inspect_file(data: bytes) -> PlainFile | None:
 
 
 def is_srgb_profile(profile: bytes) -> bool:
-    """Whether an ICC profile is sRGB, by the name in its `desc` tag.
+    """Whether an ICC profile is sRGB, by the name in its `desc` tag and by its primary colours.
 
-    Names are compared, not curves: every common sRGB profile (HP/Microsoft, ICC, Adobe, GIMP, lcms, Apple) has
-    "sRGB" in it, in Latin-1 or UTF-16; Facebook's small one is called "c2". Variants with a linear curve do not count.
+    Curves are not compared: every common sRGB profile (HP/Microsoft, ICC, Adobe, GIMP, lcms, Apple) has "sRGB" in its
+    name, in Latin-1 or UTF-16; Facebook's small one is called "c2". Variants with a linear curve do not count, nor
+    do phones' "DCI-P3 D65 Gamut with sRGB Transfer".
     """
     if profile[16:20] != b"RGB ":
         return False
+    has_name = False
     try:
         (count,) = struct.unpack_from(">I", profile, 128)
         for index in range(min(count, 100)):  # the specification names about 40 tags
             tag, offset, size = struct.unpack_from(">4sII", profile, 132 + 12 * index)
             if tag == b"desc":
                 name = profile[offset + 12 : offset + min(size, 512)].replace(b"\0", b"")
-                return (b"sRGB" in name and b"inear" not in name and b"-g10" not in name) or name == b"c2"
+                has_name = (b"sRGB" in name and b"inear" not in name and b"-g10" not in name) or name == b"c2"
+            elif tag in _SRGB_PRIMARIES:
+                primary = struct.unpack_from(">3i", profile, offset + 8)
+                if any(abs(a / 65536 - b) > 0.01 for a, b in zip(primary, _SRGB_PRIMARIES[tag], strict=True)):
+                    return False
     except struct.error:
         return False
-    return False
+    return has_name
 
 
 def is_lossless_webp(data: bytes) -> bool:
@@ -90,7 +103,7 @@ def _inspect_jpeg(data: bytes) -> PlainFile | None:
     position, width, height = 2, 0, 0
     profile = b""
     while True:
-        while data[position + 1] == 0xFF:  # fill bytes before a marker
+        while data[position] == data[position + 1] == 0xFF:  # fill bytes before a marker
             position += 1
         lead, marker, length = struct.unpack_from(">BBH", data, position)
         if lead != 0xFF or length < 2 or not 0xC0 <= marker <= 0xFE or 0xD0 <= marker <= 0xD9:

@@ -9,13 +9,15 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 
+import PIL
 from PIL import Image, ImageCms, ImageFile
 
 from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images.checks import is_srgb_profile
+from beam_llm.images.wholeness import is_cut_off
 
 # Left out on purpose: EPS and WMF start other programs, XBM, XPM, IM and the like take plain text for a picture,
 # TGA, SPIDER and PCD have no signature and take anything, BUFR, GRIB and HDF5 are stubs that read nothing.
@@ -44,6 +46,11 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """Exif orientation -> what makes the picture upright."""
+
+_LOOKALIKES = {"CUR": "CUR or TGA"}
+_RLE4 = 2
+_READS_RLE4 = int(PIL.__version__.partition(".")[0]) >= 13
+"""Before, Pillow lost its place in the data of 4-bit BMP files and gave noise."""
 
 _PROFILE_SPACES = {"RGB": b"RGB ", "L": b"GRAY", "CMYK": b"CMYK"}
 
@@ -85,7 +92,7 @@ def open_picture(data: bytes) -> ImageFile.ImageFile:
     Pillow's `Image.open` is not used because its limit for bombs is one number for the whole process.
 
     Raises:
-        RequestError: No picture, or one in a format that needs an extra.
+        RequestError: No picture, one that was cut off, or one in a format that needs an extra or is not read.
     """
     prefix = data[:16]
     is_heif = prefix[4:8] == b"ftyp" and any(brand in data[8:40] for brand in (b"heic", b"heix", b"mif1", b"msf1"))
@@ -94,14 +101,34 @@ def open_picture(data: bytes) -> ImageFile.ImageFile:
         factory, accept = Image.OPEN[name]
         try:
             if accept is None or accept(prefix) is True:
-                return factory(BytesIO(data), "")
+                return _sound(factory(BytesIO(data), ""), data)
         except (SyntaxError, IndexError, TypeError, struct.error):
             continue
     if is_heif and "HEIF" not in formats:
         raise RequestError("is HEIC, which needs `pip install beam_llm[heic]`", ErrorKind.BAD_IMAGE)
+    raise RequestError(f"is no picture, or too broken to tell its format{_looks_like(data)}", ErrorKind.BAD_IMAGE)
+
+
+def _sound(image: ImageFile.ImageFile, data: bytes) -> ImageFile.ImageFile:
+    """The picture, unless Pillow would read it without an error and yet not as it was meant."""
+    if is_cut_off(data, image.format or ""):
+        reason = f"is cut off: {len(data)} bytes, and the end of the {image.format} file is not among them"
+        raise RequestError(reason, ErrorKind.BAD_IMAGE)
+    if image.format in ("BMP", "DIB") and image.info.get("compression") == _RLE4 and not _READS_RLE4:
+        raise RequestError("is a 4-bit RLE bitmap, which needs `pip install 'Pillow>=13'`", ErrorKind.BAD_IMAGE)
+    return image
+
+
+def _looks_like(data: bytes) -> str:
+    """What to add to the news that bytes are no picture; empty if nothing is known about them."""
     start = data[:64].lstrip()
-    other = next((f"; it looks like {name}" for sign, name in _OTHER_KINDS if start.startswith(sign)), "")
-    raise RequestError(f"is no picture, or too broken to tell its format{other}", ErrorKind.BAD_IMAGE)
+    if name := next((name for sign, name in _OTHER_KINDS if start.startswith(sign)), None):
+        return f"; it looks like {name}"
+    for name, (_, accept) in Image.OPEN.items():
+        with suppress(IndexError, struct.error):  # of too few bytes
+            if name not in READABLE_FORMATS and accept is not None and accept(data[:16]) is True:
+                return f"; it looks like {_LOOKALIKES.get(name, name)}, a format that is not read here"
+    return ""
 
 
 @functools.lru_cache(maxsize=1)
