@@ -13,24 +13,26 @@ from beam_llm.version import __version__
 if TYPE_CHECKING:
     from beam_llm.config import ChatConfig
     from beam_llm.dofn import ChatCompletionDoFn
+    from beam_llm.encode_images import EncodeImages
     from beam_llm.errors import BeamLLMError, ConfigError, ErrorKind, RequestError, RunStoppedError
     from beam_llm.images import ImagePolicy
     from beam_llm.io import Format, InputFormat, ReadRequests, WriteResults
     from beam_llm.records import ChatRequest, Completion, FailedRequest, Origin
     from beam_llm.retry import RetryPolicy
     from beam_llm.sampling import Dialect, SamplingParams
-    from beam_llm.transforms import ChatCompletion, ChatResults, EncodeImages
+    from beam_llm.transforms import ChatCompletion, ChatResults
 
 _HOMES = {
     "config": ("ChatConfig",),
     "dofn": ("ChatCompletionDoFn",),
+    "encode_images": ("EncodeImages",),
     "errors": ("BeamLLMError", "ConfigError", "ErrorKind", "RequestError", "RunStoppedError"),
     "images": ("ImagePolicy",),
     "io": ("Format", "InputFormat", "ReadRequests", "WriteResults"),
     "records": ("ChatRequest", "Completion", "FailedRequest", "Origin"),
     "retry": ("RetryPolicy",),
     "sampling": ("Dialect", "SamplingParams"),
-    "transforms": ("ChatCompletion", "ChatResults", "EncodeImages"),
+    "transforms": ("ChatCompletion", "ChatResults"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

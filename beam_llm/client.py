@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -18,13 +19,14 @@ from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.classify import classify_response
 from beam_llm.config import ChatConfig
 from beam_llm.connection import OneShotPayload, open_session, proxy_for
-from beam_llm.course import Attempt, Course, Weigh
+from beam_llm.course import Attempt, Course, Weigh, why_no_key, with_what_was_sent
 from beam_llm.endpoints import Endpoint, EndpointPool, Lease
-from beam_llm.errors import ErrorKind, Verdict, classify_exception, clip
+from beam_llm.errors import Allowed, ErrorKind, Verdict, classify_exception
 from beam_llm.limits import InFlightLimit
 from beam_llm.pacing import Pacer, estimate_tokens
 from beam_llm.records import FailedRequest, Outcome
 from beam_llm.retry import EMPTY_KINDS, next_delay, parse_retry_after
+from beam_llm.watch import Watch, Watched, takes_cancellation
 
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -32,10 +34,10 @@ _HEADERS = {"Content-Type": "application/json"}
 class AttemptObserver(Protocol):
     """Who is told of every try: the driver, which counts and stops doomed runs."""
 
-    def started(self) -> None:
+    def started(self, course: Course) -> None:
         """A request is about to be sent."""
 
-    def judged(self, verdict: Verdict) -> None:
+    def judged(self, course: Course, attempt: Attempt) -> None:
         """A try ended."""
 
 
@@ -63,6 +65,7 @@ class ChatClient:
         rng: random.Random | None = None,
     ) -> None:
         self._config = config
+        self._no_key = why_no_key(config) if api_key is None else None
         self._limit = limit
         self._observer = observer
         self._clock = clock
@@ -75,9 +78,10 @@ class ChatClient:
         self._session = open_session(
             max_connections=config.max_in_flight,
             connect_timeout_s=config.connect_timeout_s,
-            read_timeout_s=config.read_timeout_s,
             api_key=api_key,
         )
+        shortest_s = min(config.connect_timeout_s + 2 * config.read_timeout_s, config.deadline_s or math.inf)
+        self._watch = Watch(config.read_timeout_s, shortest_s, clock)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -88,6 +92,7 @@ class ChatClient:
         """Closes the session and its connections."""
         if self._reopening is not None:
             self._reopening.cancel()
+        self._watch.close()
         await self._session.close()
 
     async def complete(self, prepared: PreparedRequest, weigh: Weigh) -> Outcome:
@@ -188,42 +193,50 @@ class ChatClient:
             self._give_slot_back(course)
         if self._pacer.counts_tokens:
             self._settle(course, attempt)
-        self._observer.judged(attempt.verdict)
+        self._observer.judged(course, attempt)
         return attempt
 
     async def _send(self, course: Course, lease: Lease) -> Attempt:
-        body = OneShotPayload(course.body, on_written=partial(self._written, course, lease))
-        path = course.prepared.request.path
-        url, proxy = self._target(lease.endpoint, path)
-        timeout = self._timeout(course, lease.taken_s)
-        self._observer.started()
+        allowed = self._allowed(course, lease.taken_s)
+        watched = self._watch.begin(lease.taken_s, lease.taken_s + (allowed.total_s or math.inf))
+        body = OneShotPayload(course.body, on_written=partial(self._written, course, lease, watched))
+        self._observer.started(course)
         try:
-            async with self._session.post(
-                url,
-                data=body,
-                headers=_HEADERS,
-                allow_redirects=False,
-                timeout=timeout,
-                proxy=proxy,
-            ) as response:
-                raw = await response.read()
-                verdict, answer = classify_response(
-                    response.status, raw, path=path, should_retry=response.headers.get("x-should-retry")
-                )
-                if verdict.kind is None and answer is not None:
-                    verdict = judge_answer(answer, self._config.fail_on) or verdict
-                verdict = _with_what_was_sent(verdict, url, course.body.size)
-                attempt = Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
-                if verdict.kind is not None:
-                    attempt.retry_after_s = self._told(parse_retry_after(response.headers, time.time()))
+            attempt = await self._exchange(course, lease, body, watched)
+        except asyncio.CancelledError:
+            if watched.over is None or not takes_cancellation(watched):
+                raise
+            attempt = Attempt(self._judge(course, classify_exception(watched.over, sent=body.written, allowed=allowed)))
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            attempt = Attempt(self._judge(course, classify_exception(error, sent=body.written, timeout=timeout)))
+            attempt = Attempt(self._judge(course, classify_exception(error, sent=body.written, allowed=allowed)))
         finally:
+            self._watch.end(watched)
             course.weigh(0)
         attempt.latency_ms = (self._clock() - lease.taken_s) * 1000
         return attempt
 
-    def _written(self, course: Course, lease: Lease) -> None:
+    async def _exchange(self, course: Course, lease: Lease, body: OneShotPayload, watched: Watched) -> Attempt:
+        path = course.prepared.request.path
+        url, proxy = self._target(lease.endpoint, path)
+        async with self._session.post(url, data=body, headers=_HEADERS, allow_redirects=False, proxy=proxy) as response:
+            watched.silent_since_s = self._clock()
+            raw = await response.content.readany()
+            while not response.content.at_eof():
+                watched.silent_since_s = self._clock()
+                raw += await response.content.readany()
+        verdict, answer = classify_response(
+            response.status, raw, path=path, should_retry=response.headers.get("x-should-retry")
+        )
+        if verdict.kind is None and answer is not None:
+            verdict = judge_answer(answer, self._config.fail_on) or verdict
+        verdict = with_what_was_sent(verdict, str(url), course.body.size, self._no_key)
+        attempt = Attempt(verdict, answer, response.status, response.headers.get("x-request-id"))
+        if verdict.kind is not None:
+            attempt.retry_after_s = self._told(parse_retry_after(response.headers, time.time()))
+        return attempt
+
+    def _written(self, course: Course, lease: Lease, watched: Watched) -> None:
+        watched.silent_since_s = self._clock()
         course.weigh(0)
         if lease.endpoint.probe is lease:
             lease.endpoint.reached(lease)
@@ -236,14 +249,12 @@ class ChatClient:
             self._targets[text] = url, proxy_for(url)
         return self._targets[text]
 
-    def _timeout(self, course: Course, now_s: float) -> aiohttp.ClientTimeout:
-        timeout = self._session.timeout
-        if course.ends_s is None:
-            return timeout
-        left_s = max(0.001, course.ends_s - now_s)
-        return aiohttp.ClientTimeout(
-            total=min(left_s, timeout.total or left_s), sock_connect=timeout.sock_connect, sock_read=timeout.sock_read
-        )
+    def _allowed(self, course: Course, now_s: float) -> Allowed:
+        config = self._config
+        total_s = config.connect_timeout_s + 2 * config.read_timeout_s
+        if course.ends_s is not None:
+            total_s = min(max(0.001, course.ends_s - now_s), total_s)
+        return Allowed(config.connect_timeout_s, config.read_timeout_s, total_s)
 
     def _judge(self, course: Course, verdict: Verdict) -> Verdict:
         """A try that ran into the deadline, and not into a limit of its own, says so."""
@@ -279,11 +290,3 @@ class ChatClient:
         used = 0 if attempt.verdict.kind is ErrorKind.CONNECT else attempt.total_tokens()
         if used is not None:
             self._pacer.settle(course.tokens, used)
-
-
-def _with_what_was_sent(verdict: Verdict, url: URL, size: int) -> Verdict:
-    """Puts before the server's words what they are about: the URL of a 404, the bytes of a body that is too large."""
-    about = {ErrorKind.NOT_FOUND: str(url), ErrorKind.TOO_LARGE: f"a body of {size:,} bytes"}
-    if verdict.kind not in about:
-        return verdict
-    return replace(verdict, message=clip(f"{about[verdict.kind]}: {verdict.message}"))

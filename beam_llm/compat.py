@@ -18,6 +18,7 @@ from beam_llm.body import BodyBuilder
 from beam_llm.config import ChatConfig
 from beam_llm.endpoints import check_base_url
 from beam_llm.errors import ConfigError, RunStoppedError
+from beam_llm.failure_examples import prompt_failures
 from beam_llm.held_driver import HeldDriver
 from beam_llm.jsontext import object_in
 from beam_llm.metrics import REQUESTS, RETRIES
@@ -65,7 +66,7 @@ class MPOpenAIAPI:
         worker_concurrency: Open requests of one worker, instead of its share of `thread_num`.
         enable_thinking: Sent as `chat_template_kwargs.enable_thinking`; None leaves it out.
         fail_msg: Stands in the list for an answer that could not be had.
-        verbose: Whether progress and a summary are written to standard error.
+        verbose: Whether progress, why prompts failed and a summary are written to standard error.
         kwargs: More fields of the body.
 
     Attributes:
@@ -118,7 +119,7 @@ class MPOpenAIAPI:
         self._config = ChatConfig(
             base_urls=(base_url(api_base, port),),
             model=model,
-            api_key_env=self._held.key_env,
+            api_key_env=None if key == "" else self._held.key_env,
             sampling=SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
@@ -158,7 +159,8 @@ class MPOpenAIAPI:
             summary = self._run(spool)
             answers = self._collect(spool)
         if self.verbose:
-            sys.stderr.write(f"beam_llm: {self._summary_line(summary)}\n")
+            for line in (*prompt_failures(self.failures), self._summary_line(summary)):
+                sys.stderr.write(f"beam_llm: {line}\n")
         return answers
 
     def generate_inner(self, one: Any) -> tuple[int, Any, Any]:

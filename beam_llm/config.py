@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 from beam_llm.answers import FAILABLE
 from beam_llm.endpoints import check_base_url
 from beam_llm.errors import ConfigError
+from beam_llm.field_types import check_field_types
 from beam_llm.fingerprint import canonical_json
 from beam_llm.images import ImagePolicy
 from beam_llm.retry import RetryPolicy
@@ -75,24 +77,26 @@ class ChatConfig:
     read_timeout_s: float = 1800
     deadline_s: float | None = None
     fail_on: tuple[str, ...] = ()
-    batch_size: int = 64
+    batch_size: int = 128
     response_store: str | None = None
     store_namespace: str = ""
     stored_finish_reasons: tuple[str, ...] = FINISHED
 
     def __post_init__(self) -> None:
-        urls = (self.base_urls,) if isinstance(self.base_urls, str) else tuple(self.base_urls)
-        if not urls:
-            raise ConfigError("base_urls is empty: give at least one, such as http://localhost:8000/v1")
-        object.__setattr__(self, "base_urls", tuple(check_base_url(url) for url in urls))
+        if isinstance(self.base_urls, str):
+            object.__setattr__(self, "base_urls", (self.base_urls,))
         object.__setattr__(self, "dialect", _dialect(self.dialect))
+        check_field_types(self)
+        if not self.base_urls:
+            raise ConfigError("base_urls is empty: give at least one, such as http://localhost:8000/v1")
+        object.__setattr__(self, "base_urls", tuple(check_base_url(url) for url in self.base_urls))
         for name in ("max_in_flight", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in (*_ABOVE_ZERO, "requests_per_minute", "tokens_per_minute", "deadline_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a finite number above 0, got {value}")
         if unknown := [kind for kind in self.fail_on if kind not in FAILABLE]:
             raise ConfigError(f"fail_on must be of {', '.join(FAILABLE)}, got {', '.join(unknown)}")
         if self.response_store is not None:

@@ -67,16 +67,13 @@ class OneShotPayload(payload.Payload):
         await self.write(writer)
 
 
-def open_session(
-    *, max_connections: int, connect_timeout_s: float, read_timeout_s: float, api_key: str | None
-) -> aiohttp.ClientSession:
-    """A session for one event loop; close it with `await session.close()`.
+def open_session(*, max_connections: int, connect_timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
+    """A session for one event loop; close it with `await session.close()`. A `Watch` ends what takes too long.
 
     Args:
         max_connections: The in-flight limit: aiohttp's own limit would be 100, and time spent waiting for a connection
             would count against the timeouts.
         connect_timeout_s: To open a connection.
-        read_timeout_s: Longest silence; starts anew at every chunk, so one try is bounded by twice this as a whole.
         api_key: Sent as a bearer token; None sends none.
     """
     headers = {
@@ -91,9 +88,7 @@ def open_session(
         connector=aiohttp.TCPConnector(
             limit=max_connections, keepalive_timeout=_IDLE_S, ttl_dns_cache=300, socket_factory=_keepalive_socket
         ),
-        timeout=aiohttp.ClientTimeout(
-            total=connect_timeout_s + 2 * read_timeout_s, sock_connect=connect_timeout_s, sock_read=read_timeout_s
-        ),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=headers,
     )

@@ -15,7 +15,7 @@ from beam_llm.channel import Channel, Result
 from beam_llm.config import ChatConfig
 from beam_llm.driver import Driver
 from beam_llm.process_drivers import acquire_driver, release_driver
-from beam_llm.progress import COUNTS
+from beam_llm.progress import COUNTS, show_failure
 from beam_llm.records import ChatRequest, Completion, FailedRequest, Outcome
 
 FAILED_TAG = "failed"
@@ -57,6 +57,7 @@ class ChatCompletionDoFn(beam.DoFn):
         self._driver: Driver | None = acquire_driver(self._config)
         self._builder = BodyBuilder(self._config)
         self._channel: Channel | None = None
+        self._examples: dict[str, str] = {}
 
     def start_bundle(self) -> None:
         """Opens a channel; what a failed bundle left is dropped."""
@@ -68,11 +69,10 @@ class ChatCompletionDoFn(beam.DoFn):
 
     def process(self, batch: list[Any], wv: Any = beam.DoFn.WindowedValueParam) -> Iterator[Any]:
         """Submits a batch and emits what has finished, waiting only while the in-flight limit is reached."""
-        assert self._driver is not None, "setup() has not been called"
-        metrics.record_throttled(self._driver.take_throttled_seconds())
+        self._record_driver()
         results = self._advance(batch, wv)
         if len(wv.windows) == 1:
-            yield from _emit(results)
+            yield from self._emit(results)
         else:
             # Beam 2.77 multiplies the windows of what process() emits by the number of windows of the current
             # element (_maybe_propagate_windowing_info); what finish_bundle() emits it takes as it is.
@@ -81,12 +81,11 @@ class ChatCompletionDoFn(beam.DoFn):
     def finish_bundle(self) -> Iterator[Any]:
         """Waits for everything that is still open and emits it."""
         channel = self._open_channel()
-        yield from _emit(self._held)
-        yield from _emit(channel.poll())
+        yield from self._emit(self._held)
+        yield from self._emit(channel.poll())
         while channel.pending:
-            yield from _emit(channel.wait(for_room=False))
-        assert self._driver is not None, "setup() has not been called"
-        metrics.record_throttled(self._driver.take_throttled_seconds())
+            yield from self._emit(channel.wait(for_room=False))
+        self._record_driver()
         self._channel = None
 
     def teardown(self) -> None:
@@ -96,6 +95,18 @@ class ChatCompletionDoFn(beam.DoFn):
                 self._channel.abandon()
             release_driver(self._driver)
             self._driver = None
+
+    def _record_driver(self) -> None:
+        """Counts what the driver has seen since the last call, by whichever bundle."""
+        assert self._driver is not None, "setup() has not been called"
+        metrics.record_throttled(self._driver.take_throttled_seconds())
+        metrics.record_failed_tries(self._driver.take_failures())
+
+    def _emit(self, results: Iterable[Result]) -> Iterator[Any]:
+        for wv, outcome in results:
+            count_outcome(outcome, self._examples)
+            out = wv.with_value(outcome)
+            yield out if isinstance(outcome, Completion) else TaggedOutput(FAILED_TAG, out)
 
     def _open_channel(self) -> Channel:
         assert self._channel is not None, "start_bundle() has not been called"
@@ -126,17 +137,17 @@ class ChatCompletionDoFn(beam.DoFn):
         return wv, self._builder.prepare(value) if isinstance(value, ChatRequest) else value
 
 
-def _emit(results: Iterable[Result]) -> Iterator[Any]:
-    for wv, outcome in results:
-        count_outcome(outcome)
-        out = wv.with_value(outcome)
-        yield out if isinstance(outcome, Completion) else TaggedOutput(FAILED_TAG, out)
+def count_outcome(outcome: Outcome, examples: dict[str, str]) -> None:
+    """Adds an outcome to Beam's metrics and to the live progress; on the bundle's thread.
 
-
-def count_outcome(outcome: Outcome) -> None:
-    """Adds an outcome to Beam's counters and to the live progress; on the bundle's thread."""
+    Args:
+        outcome: One request's.
+        examples: See `metrics.record_example`; a dict of the DoFn, empty at its start.
+    """
     metrics.record(outcome)
     if isinstance(outcome, Completion):
         COUNTS.completed += 1
     else:
         COUNTS.failed += 1
+        metrics.record_example(outcome, examples)
+        show_failure(outcome)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -21,12 +21,13 @@ from beam_llm.body import PreparedRequest
 from beam_llm.channel import Channel, Job
 from beam_llm.client import ChatClient
 from beam_llm.config import ChatConfig
-from beam_llm.errors import ErrorKind, RunStoppedError, Verdict
+from beam_llm.course import Attempt, Course
+from beam_llm.errors import ErrorKind, RunStoppedError
 from beam_llm.limits import InFlightLimit
 from beam_llm.process_limits import allow_connections, collect_garbage_less_often, return_large_buffers
-from beam_llm.progress import COUNTS, report_stop
+from beam_llm.progress import COUNTS, report_stop, show_failure
 from beam_llm.records import Completion, FailedRequest, Outcome
-from beam_llm.stopping import FIRST_REQUESTS, FIRST_WAIT_S, StopRule
+from beam_llm.stopping import FIRST_REQUESTS, FIRST_WAIT_S, AllAlike, StopRule
 from beam_llm.stored_answers import StoredAnswers
 from beam_llm.stores import open_store
 
@@ -40,6 +41,9 @@ _CLOSE_S = 5.0
 _STOP_S = 10.0
 """How long a bundle thread of a doomed run waits for the command line to end the run before it raises itself: Beam
 prints an exception six times over, and only when the partitions before it have ended."""
+
+_SHOWN_TRIES = 3
+"""Tries of one request that must fail before their reason is shown while it is still sent again."""
 
 _LIVE_PER_SLOT = 2
 """Requests begun, per slot: those that wait to try again hold no slot, but there must be an end to them."""
@@ -57,6 +61,9 @@ class Driver:
         self._tasks: dict[asyncio.Task[None], Job] = {}
         self._waiting: set[Channel] = set()
         self._stop_rule = StopRule()
+        self._all_alike = AllAlike()
+        self._failures_taken: Counter[str] = Counter()
+        self._taking = threading.Lock()
         self._limit = InFlightLimit(min(FIRST_REQUESTS, config.max_in_flight), self._pump)
         self._api_key = read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)
@@ -85,13 +92,20 @@ class Driver:
 
     def find_answers(self, requests: list[PreparedRequest]) -> list[Completion | None]:
         """The stored answer of each request of a batch, in order; None where there is none."""
-        if self._answers is None or not requests:
+        if self._answers is None or self._closing or not requests:
             return [None] * len(requests)
         return self._call(self._answers.find(requests))
 
     def take_throttled_seconds(self) -> int:
         """Whole seconds, since the last call, in which requests were held back by limits, pauses or cool-downs."""
         return self._limit.throttle.take_seconds()
+
+    def take_failures(self) -> dict[str, int]:
+        """Tries that failed since the last call, by the base URL that they were sent to."""
+        with self._taking:  # the loop thread only ever adds to an endpoint's count
+            new = Counter({e.base_url: e.failures for e in self._client.endpoints}) - self._failures_taken
+            self._failures_taken += new
+        return new
 
     def abandon(self, channel: Channel) -> None:
         """Drops what a failed bundle left: queued requests are not sent, open ones are cancelled."""
@@ -200,14 +214,20 @@ class Driver:
 
     # AttemptObserver: told by the client of every try.
 
-    def started(self) -> None:
+    def started(self, course: Course) -> None:
         """Counts a request that goes out."""
         COUNTS.sent += 1
         COUNTS.open = self._limit.open
+        self._all_alike.sent(id(course))
 
-    def judged(self, verdict: Verdict) -> None:
-        """Feeds the stop rule; the first answer opens the limit."""
-        if self._stop_rule.observe(verdict, self._loop.time()) is not None:
+    def judged(self, course: Course, attempt: Attempt) -> None:
+        """Feeds the stop rules; the first answer opens the limit."""
+        verdict = attempt.verdict
+        self._all_alike.observe(id(course), verdict, course.base_url)
+        COUNTS.suspicion = self._all_alike.suspicion
+        if verdict.retryable and course.attempts == _SHOWN_TRIES:
+            show_failure(course.failure(attempt))
+        if self._stop_rule.observe(verdict, self._loop.time(), course.base_url) is not None:
             self._stop()
         elif self._stop_rule.answered:
             self._open_limit()

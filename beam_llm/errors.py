@@ -121,34 +121,43 @@ def clip(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
-def classify_exception(exc: Exception, *, sent: bool, timeout: aiohttp.ClientTimeout | None = None) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Seconds that one try may take: to connect, of silence, and in all."""
+
+    connect_s: float | None = None
+    read_s: float | None = None
+    total_s: float | None = None
+
+
+def classify_exception(exc: Exception, *, sent: bool, allowed: Allowed | None = None) -> Verdict:
     """Judges a try that ended without a whole response.
 
     Args:
         exc: What aiohttp, asyncio or the operating system raised.
         sent: Whether the whole body had gone out. Then the server may have generated an answer and billed it, so a lost
             connection is `DISCONNECTED`; before that it is `CONNECT`, and trying again costs nothing.
-        timeout: What the try was allowed; the message names the limit that ran out. None leaves the number out.
+        allowed: The times that the try was given; the message names the one that ran out. None leaves the number out.
 
     Returns:
         A verdict with a kind. Its message is our own: aiohttp's texts quote URLs and may be empty.
     """
     if isinstance(exc, (asyncio.TimeoutError, TimeoutError)) and getattr(exc, "errno", None) is None:
-        return _judge_timeout(exc, sent, timeout or aiohttp.ClientTimeout())
+        return _judge_timeout(exc, sent, allowed or Allowed())
     for types, judge in _BY_EXCEPTION:
         if isinstance(exc, types):
             return judge(exc, sent)
     return Verdict(ErrorKind.INVALID_REQUEST, False, clip(f"could not send: {type(exc).__name__}: {exc}"))
 
 
-def _judge_timeout(exc: Exception, sent: bool, timeout: aiohttp.ClientTimeout) -> Verdict:
+def _judge_timeout(exc: Exception, sent: bool, allowed: Allowed) -> Verdict:
     phase = "while waiting for the answer" if sent else "while sending the request"
     if isinstance(exc, aiohttp.ConnectionTimeoutError):
-        return _no_connection(f"connect timeout: no connection{_within(timeout.sock_connect)}", shrinks=True)
+        return _no_connection(f"connect timeout: no connection{_within(allowed.connect_s)}", shrinks=True)
     if isinstance(exc, aiohttp.ServerTimeoutError):
-        text = f"read timeout: nothing was received{_within(timeout.sock_read)} {phase}"
+        text = f"read timeout: nothing was received{_within(allowed.read_s)} {phase}"
     else:
-        text = f"total timeout: not finished{_within(timeout.total)}, {phase}"
+        text = f"total timeout: not finished{_within(allowed.total_s)}, {phase}"
     return Verdict(ErrorKind.TIMEOUT, True, text, shrinks=True)
 
 

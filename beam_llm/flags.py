@@ -270,4 +270,10 @@ def _add_run(add: Callable[..., Any]) -> None:
     )
     add("--limit", type=int, metavar="N", help="only the first N rows")
     add("--validate_only", action="store_true", help="read, build, encode and check everything, send nothing")
-    add("--max_failed_ratio", type=float, default=0.0, metavar="R", help="more failed rows than this: exit code 3 (0)")
+    add(
+        "--max_failed_ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="more failed rows than this: exit code 3 (0); 1 also goes on when the first requests all fail alike",
+    )

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,6 +40,9 @@ _OWN_ERROR = re.compile(r"^beam_llm\.[\w.]*Error: (.+?)(?: \[while running .*\])
 
 _LOG_MESSAGE = re.compile(r'message: "((?:[^"\\]|\\.)*)"')
 
+
+_SIGNAL_S = 0.5
+"""How long we look for a signal to ourselves when a worker has died: one to the process group ends workers too."""
 
 _END_S = 6.0
 """How long Beam may take to end a run that an error has ended."""
@@ -141,7 +145,10 @@ class MainThreadStop:
         """Raises the error in the main thread; the first one counts."""
         if self._able and self._error is None:
             self._error = error
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            self._wake_main_thread()
+
+    def _wake_main_thread(self) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def stop_run(self, reason: str) -> None:
         """Raises RunStoppedError in the main thread."""
@@ -164,7 +171,10 @@ class MainThreadStop:
             return
         if WORKER_THREAD not in name:
             self._previous_hook(args)
-        elif self._error is None:
+        else:
+            # The system may have given the signal to any thread: the main thread sees it when it next wakes.
+            self._wake_main_thread()
+            time.sleep(_SIGNAL_S)
             self.stop(
                 WorkerDiedError(
                     f"a worker process died ({args.exc_value}): out of memory, or killed; run the same command again"

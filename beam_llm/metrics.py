@@ -11,7 +11,8 @@ from typing import Any
 
 from apache_beam.metrics import Metrics
 
-from beam_llm.records import Completion, Outcome
+from beam_llm.failure_examples import failure_example
+from beam_llm.records import Completion, FailedRequest, Outcome
 
 NAMESPACE = "beam_llm"
 
@@ -41,6 +42,10 @@ NOT_STORED = "answers_not_stored"
 """Answers that the response store should have kept and could not."""
 ANSWERED_BY = "answered_by"
 """`answered_by_<base URL>`: answers by endpoint."""
+REQUESTS_FAILED_AT = "requests_failed_at"
+"""`requests_failed_at_<base URL>`: requests that failed by endpoint, those that were sent again included."""
+FAILURE_EXAMPLES = "failure_examples"
+"""Set of strings `<kind>: <example>`: one failure of each kind, for each copy of a step."""
 THROTTLED_SECONDS = "cumulativeThrottlingSeconds"
 """Wall seconds in which requests were held back by limits, pauses and cool-downs; the name that Beam's own IOs use."""
 LATENCY_MS = "latency_ms"
@@ -59,6 +64,11 @@ def _distribution(name: str) -> Any:
     return Metrics.distribution(NAMESPACE, name)
 
 
+@lru_cache(maxsize=16)
+def _string_set(name: str) -> Any:
+    return Metrics.string_set(NAMESPACE, name)
+
+
 def count(name: str, amount: int = 1) -> None:
     """Adds to one of the counters above."""
     if amount:
@@ -68,6 +78,26 @@ def count(name: str, amount: int = 1) -> None:
 def record_throttled(seconds: int) -> None:
     """Counts seconds in which requests were held back, under the name that Dataflow's autoscaler reads."""
     count(THROTTLED_SECONDS, seconds)
+
+
+def record_failed_tries(failures: dict[str, int]) -> None:
+    """Counts requests that failed, by the base URL that they were sent to."""
+    for base_url, tries in failures.items():
+        count(f"{REQUESTS_FAILED_AT}_{base_url}", tries)
+
+
+def record_example(failed: FailedRequest, examples: dict[str, str]) -> None:
+    """Puts one failure of each kind among the job's metrics, the only place that the command sees on every runner.
+
+    Args:
+        failed: The failure.
+        examples: Of the step, by kind; this one is added if it is the first of its kind. They stay few so that the
+            metric stays small.
+    """
+    if failed.kind not in examples:
+        examples[failed.kind] = f"{failed.kind}: {failure_example(failed)}"
+    # Each time, as a bundle that fails takes its metrics with it.
+    _string_set(FAILURE_EXAMPLES).add(examples[failed.kind])
 
 
 def record(outcome: Outcome) -> None:

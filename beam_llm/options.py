@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from beam_llm.config import FINISHED, ChatConfig
@@ -56,8 +57,8 @@ def chat_config(options: ChatOptions, urls: tuple[str, ...], processes: int | No
         retry=_retry(options),
         max_in_flight=options.max_in_flight,
         max_in_flight_mb=options.max_in_flight_mb,
-        requests_per_minute=_part(options.requests_per_minute, processes),
-        tokens_per_minute=_part(options.tokens_per_minute, processes),
+        requests_per_minute=_part("requests_per_minute", options.requests_per_minute, processes),
+        tokens_per_minute=_part("tokens_per_minute", options.tokens_per_minute, processes),
         connect_timeout_s=options.connect_timeout_s,
         read_timeout_s=options.read_timeout_s,
         deadline_s=options.deadline_s,
@@ -81,8 +82,11 @@ def _response_store(options: ChatOptions, local: bool) -> str | None:
     return f"sqlite:///{os.path.abspath(output)}/responses.db" if local and "://" not in output else None
 
 
-def _part(rate: float | None, processes: int | None) -> float | None:
-    return rate / processes if rate and processes else rate
+def _part(name: str, rate: float | None, processes: int | None) -> float | None:
+    """A worker process's part of a rate for the whole run."""
+    if rate is not None and not 0 < rate < math.inf:
+        raise ConfigError(f"{name} must be a finite number above 0, got {rate}; leave it out for no limit")
+    return rate / processes if rate is not None and processes else rate
 
 
 def _retry(options: ChatOptions) -> RetryPolicy:

@@ -1,7 +1,8 @@
-"""Draws a run's progress on standard error: rows, rate, time left, open requests."""
+"""Draws a run's progress on standard error: rows, rate, time left, open requests, and once why requests fail."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,8 +13,17 @@ from tqdm import tqdm
 
 from beam_llm.progress import Counts
 
-_TERMINAL_S, _FILE_S = 0.5, 15.0
-"""Seconds between drawings: a terminal's line is drawn over, a log file's lines stay."""
+_LOOK_S, _FILE_S = 0.5, 15.0
+"""Seconds between looks at the counts, and between lines of a log file, which stay."""
+
+_UNKNOWN_COLUMNS = 80
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # like a terminal, but without a descriptor: a notebook's
+        return 0
 
 
 def estimate_rows(counts: Counts, total_bytes: int, limit: int | None = None) -> int | None:
@@ -41,6 +51,7 @@ class ProgressBar:
         self._total_bytes = total_bytes
         self._limit = limit
         self._stream = stream
+        self._shown: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="beam_llm-progress-bar", daemon=True)
 
@@ -59,21 +70,38 @@ class ProgressBar:
             self._write_lines()
 
     def _draw_bar(self) -> None:
-        with tqdm(unit="row", desc="beam_llm", file=self._stream, dynamic_ncols=True, smoothing=0.1) as bar:
+        # A terminal that does not know its width says 0, of which tqdm would draw a bar of no characters.
+        known = _columns(self._stream) > 0
+        width = {"dynamic_ncols": True} if known else {"ncols": _UNKNOWN_COLUMNS}
+        with tqdm(unit="row", desc="beam_llm", file=self._stream, smoothing=0.1, **width) as bar:
             ended = False
             while not ended:
-                ended = self._ended.wait(_TERMINAL_S)
+                ended = self._ended.wait(_LOOK_S)
                 counts = self._totals()
+                for line in self._new_failures(counts):
+                    bar.write(line, file=self._stream)
                 bar.total = estimate_rows(counts, self._total_bytes, self._limit)
                 bar.set_postfix(open=counts.open, sent=counts.sent, failed=counts.failed, refresh=False)
                 bar.update(counts.finished - bar.n)
                 bar.refresh()
 
     def _write_lines(self) -> None:
-        started_s = time.monotonic()
-        while not self._ended.wait(_FILE_S):
-            total = estimate_rows(self._totals(), self._total_bytes, self._limit)
-            print(progress_line(self._totals(), total, time.monotonic() - started_s), file=self._stream, flush=True)
+        started_s = told_s = time.monotonic()
+        while not self._ended.wait(_LOOK_S):
+            counts, now_s = self._totals(), time.monotonic()
+            lines = self._new_failures(counts)
+            if now_s - told_s >= _FILE_S:
+                told_s = now_s
+                total = estimate_rows(counts, self._total_bytes, self._limit)
+                lines.append(progress_line(counts, total, now_s - started_s))
+            for line in lines:
+                print(line, file=self._stream, flush=True)
+
+    def _new_failures(self, counts: Counts) -> list[str]:
+        """A line for each kind of failure that has none yet, so that a run tells early why it fails, and once."""
+        new = [kind for kind in counts.examples if kind not in self._shown]
+        self._shown.update(new)
+        return [f"beam_llm: requests fail ({kind}), for example {counts.examples[kind]}" for kind in new]
 
 
 def progress_line(counts: Counts, total: int | None, elapsed_s: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_tz
 
 from beam_llm.errors import ConfigError, ErrorKind, Verdict
+from beam_llm.field_types import check_field_types
 
 EMPTY_KINDS = (ErrorKind.EMPTY_CHOICES, ErrorKind.NULL_CONTENT)
 """Failures in which a server did answer, and charged for it."""
@@ -32,7 +33,7 @@ class RetryPolicy:
             one resend usually helps or none does.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is of the wrong type or out of range.
     """
 
     max_retries: int = 10
@@ -43,15 +44,14 @@ class RetryPolicy:
     max_empty_retries: int = 2
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("max_retries", "max_disconnect_retries", "max_empty_retries"):
             count = getattr(self, name)
-            if count is None and name == "max_disconnect_retries":
-                continue
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            if count is not None and count < 0:
                 raise ConfigError(f"{name} must be a whole number >= 0, got {count!r}; 0 turns these retries off")
         for name in ("initial_backoff_s", "max_backoff_s", "max_retry_after_s"):
             seconds = getattr(self, name)
-            if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            if not 0 <= seconds < math.inf:
                 raise ConfigError(f"{name} must be a finite number of seconds >= 0, got {seconds!r}")
         if self.max_backoff_s < self.initial_backoff_s:
             raise ConfigError(

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from beam_llm.errors import ConfigError, RequestError
+from beam_llm.field_types import check_field_types
 
 
 class Dialect(str, Enum):
@@ -101,7 +102,7 @@ class SamplingParams:
         extra_body: Any other body fields, put at the top level of the JSON.
 
     Raises:
-        ConfigError: A value is outside its range.
+        ConfigError: A value is of the wrong type or outside its range.
     """
 
     temperature: float | None = None
@@ -115,10 +116,11 @@ class SamplingParams:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                above = f"{low:g} or more" if math.isinf(high) else f"between {low:g} and {high:g}"
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
+                above = f"finite, and {low:g} or more," if math.isinf(high) else f"between {low:g} and {high:g}"
                 raise ConfigError(f"{name} must be {above}, got {value!r}; leave it unset to use the server's default")
 
     def fields(self) -> dict[str, Any]:

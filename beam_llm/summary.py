@@ -26,12 +26,16 @@ class Summary:
     Args:
         counters: Every counter of `beam_llm.metrics` by name; a missing one is 0.
         seconds: From the start of the pipeline to its end.
+        validated: Nothing was to be sent.
+        latency_ms: Mean, least and most of the tries that answered.
+        examples: A failure of each kind, where the runner tells; see `failure_examples`.
     """
 
     counters: Mapping[str, int]
     seconds: float
     validated: bool = False
     latency_ms: Mapping[str, float] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, name: str) -> int:
         """A counter's value."""
@@ -56,6 +60,15 @@ class Summary:
         if failed > max_failed_ratio * max(1, self.finished):
             return EXIT_TOO_MANY_FAILURES
         return EXIT_DONE
+
+    def failure_lines(self) -> list[str]:
+        """Why rows failed: a line for each kind with an example, the most frequent kind first."""
+        return [
+            f"{n:,} failed ({kind}), for example {self.examples[kind]}"
+            if kind in self.examples
+            else f"{n:,} failed ({kind})"
+            for kind, n in self.by(metrics.FAILED).items()
+        ]
 
     def line(self) -> str:
         """The last line of standard error."""
@@ -87,6 +100,7 @@ class Summary:
             "completed": self.count(metrics.COMPLETED),
             "failed": self.count(metrics.FAILED),
             "failed_by_kind": self.by(metrics.FAILED),
+            "failed_examples": dict(self.examples),
             "finish_reasons": self.by(metrics.FINISH),
             "from_store": self.count(metrics.FROM_STORE),
             "requests_sent": self.count(metrics.REQUESTS),
@@ -97,6 +111,7 @@ class Summary:
             "answers_not_stored": self.count(metrics.NOT_STORED),
             "answers_without_usage": self.count(metrics.NO_USAGE),
             "answered_by": self.by(metrics.ANSWERED_BY),
+            "requests_failed_at": self.by(metrics.REQUESTS_FAILED_AT),
             "throttled_seconds": self.count(metrics.THROTTLED_SECONDS),
             "request_bytes": self.count(metrics.REQUEST_BYTES),
             "latency_ms": dict(self.latency_ms),
@@ -122,4 +137,10 @@ def summarise(result: Any, seconds: float, *, validated: bool = False) -> Summar
         if distribution.key.metric.name == metrics.LATENCY_MS and distribution.result.count:
             value = distribution.result
             latency = {"mean": round(value.mean, 1), "min": value.min, "max": value.max}
-    return Summary(counters, seconds, validated, latency)
+    return Summary(counters, seconds, validated, latency, _examples(found))
+
+
+def _examples(found: Mapping[str, Any]) -> dict[str, str]:
+    """One failure of each kind; none from runners that know no sets of strings, such as Dataflow in Beam 2.77."""
+    texts = sorted({text for metric in found.get("string_sets", ()) for text in metric.result or ()})
+    return {kind: example for kind, _, example in (text.partition(": ") for text in reversed(texts))}

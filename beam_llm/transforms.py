@@ -1,10 +1,8 @@
-"""ChatCompletion: the PTransform that other pipelines compose, and EncodeImages, its middle step."""
+"""ChatCompletion: the PTransform that other pipelines compose, and what it shares with ValidateRequests."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import apache_beam as beam
@@ -13,25 +11,17 @@ from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms.window import FixedWindows, GlobalWindows, Sessions
 
 from beam_llm import metrics
-from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.config import ChatConfig
 from beam_llm.dofn import FAILED_TAG, ChatCompletionDoFn, Windowed, count_outcome
+from beam_llm.encode_images import Batch, EncodeImages, picture_weight
 from beam_llm.errors import ErrorKind
 from beam_llm.images.encoder import process_encoder
 from beam_llm.messages import count_images
 from beam_llm.progress import COUNTS
 from beam_llm.records import ChatRequest, Completion, FailedRequest
 
-_IMAGE_THREADS = 128
-"""Pictures loaded side by side: hides a bucket's 50 ms an object; cores decode."""
-
-_BATCH_IMAGE_BYTES = 32 << 20
-"""Encoded pictures of a batch, about: all of them are in memory at the same time."""
-
 _ONE_WINDOW = (GlobalWindows, FixedWindows, Sessions)
 """Window functions that put an element into one window only."""
-
-Prepared = PreparedRequest | FailedRequest
 
 
 class ChatResults(NamedTuple):
@@ -103,12 +93,12 @@ class ValidateRequests(beam.PTransform):
 
 def _prepare(
     requests: beam.PCollection[Any], config: ChatConfig, to_request: Callable[[Any], ChatRequest] | None
-) -> beam.PCollection[list[Windowed]]:
+) -> beam.PCollection[Batch]:
     return (
         requests
         | "CaptureWindows" >> beam.ParDo(_CaptureWindows(to_request))
         | "BatchRequests" >> _batching(requests, config)
-        | "EncodeImages" >> beam.Map(EncodeImages(config))
+        | "EncodeImages" >> beam.Map(EncodeImages(config)).with_output_types(Batch)
     )
 
 
@@ -126,52 +116,6 @@ class _CountValid(beam.DoFn):
             else:
                 COUNTS.completed += 1
                 metrics.count(metrics.VALID)
-
-
-class EncodeImages:
-    """A function for `beam.Map`: a batch of requests -> the batch with bodies built and images encoded to base64.
-
-    Pictures of a batch are loaded and encoded side by side. A request that cannot be sent becomes a `FailedRequest`.
-
-    Args:
-        config: As for `ChatCompletionDoFn`.
-    """
-
-    def __init__(self, config: ChatConfig) -> None:
-        self._config = config
-        self._builder: BodyBuilder | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_builder": None}
-
-    def __call__(self, batch: list[Any]) -> list[Any]:
-        """The batch, in order; items may be requests, failures, or either in a `Windowed`."""
-        if self._builder is None:
-            self._builder = BodyBuilder(self._config)
-        requests = [item.value if isinstance(item, Windowed) else item for item in batch]
-        prepared = list(self._prepare(self._builder, requests))
-        return [
-            Windowed(done, item.wv) if isinstance(item, Windowed) else done
-            for item, done in zip(batch, prepared, strict=True)
-        ]
-
-    def _prepare(self, builder: BodyBuilder, requests: list[Any]) -> Iterator[Prepared]:
-        drafts = [r if isinstance(r, FailedRequest) else builder.draft(r) for r in requests]
-        waiting = {}
-        for i, draft in enumerate(drafts):
-            if not isinstance(draft, FailedRequest) and draft.references:
-                waiting[i] = _image_threads().submit(builder.finish, draft)
-        for i, draft in enumerate(drafts):
-            if isinstance(draft, FailedRequest):
-                yield draft
-            else:
-                yield waiting.pop(i).result() if i in waiting else builder.finish(draft)
-
-
-@functools.lru_cache(maxsize=1)
-def _image_threads() -> ThreadPoolExecutor:
-    """The threads of this process that load pictures."""
-    return ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
 
 
 class _CaptureWindows(beam.DoFn):
@@ -244,14 +188,3 @@ class _Weight:
         body = item.value.body
         images = count_images(body.get("messages")) if isinstance(body, Mapping) else 0
         return picture_weight(images, process_encoder(self._config.images).mean_bytes, self._config.batch_size)
-
-
-def picture_weight(images: int, mean_bytes: float, batch_size: int) -> int:
-    """What a request with pictures counts in a batch of `batch_size`, so that a batch has some 32 MB of them.
-
-    Args:
-        images: How many pictures the request has.
-        mean_bytes: What one is expected to take, encoded.
-        batch_size: What the weights of a batch add up to.
-    """
-    return min(batch_size, max(1, round(images * mean_bytes * batch_size / _BATCH_IMAGE_BYTES)))

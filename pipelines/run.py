@@ -140,7 +140,7 @@ def _execute(run: _Run, config: ChatConfig) -> int:
     let_workers_import_us()
     started = time.monotonic()
     try:
-        with MainThreadStop() as main_thread, ProgressReceiver(main_thread.stop_run) as receiver:
+        with MainThreadStop() as main_thread, _progress(run, main_thread) as receiver:
             total_bytes = sum(size for _, size in run.files)
             with ProgressBar(receiver.totals, total_bytes, run.chat.limit):
                 stale = StaleResults(run.output)
@@ -155,6 +155,11 @@ def _execute(run: _Run, config: ChatConfig) -> int:
         stale.remove()
     _conclude(run, summary, code)
     return code
+
+
+def _progress(run: _Run, main_thread: MainThreadStop) -> ProgressReceiver:
+    all_may_fail = run.chat.max_failed_ratio >= 1
+    return ProgressReceiver(main_thread.stop_run, None if all_may_fail else main_thread.stop_run)
 
 
 def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
@@ -175,6 +180,8 @@ def _conclude(run: _Run, summary: Summary, code: int) -> None:
     found = {**summary.as_dict(), "exit_code": code, **job_of(run.patterns, run.chat.limit)}
     with FileSystems.create(path, "application/json") as file:
         file.write(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    for line in summary.failure_lines():
+        print(f"error: {line}" if code else line, file=sys.stderr)
     print(f"results in {run.output}", file=sys.stderr)
     print(summary.line(), file=sys.stderr)
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from beam_llm.body import BodyBuilder, PreparedRequest
 from beam_llm.client import ChatClient
 from beam_llm.config import ChatConfig
+from beam_llm.course import Attempt, Course
 from beam_llm.errors import Verdict
 from beam_llm.limits import InFlightLimit
 from beam_llm.records import ChatRequest, Outcome
@@ -37,11 +38,11 @@ class Asking:
         self.weights: list[int] = []
         self.client = ChatClient(self.config, None, self.limit, self, clock=clock, rng=random.Random(1))
 
-    def started(self) -> None:
+    def started(self, course: Course) -> None:
         self.sent += 1
 
-    def judged(self, verdict: Verdict) -> None:
-        self.verdicts.append(verdict)
+    def judged(self, course: Course, attempt: Attempt) -> None:
+        self.verdicts.append(attempt.verdict)
         self.judged_once.set()
 
     async def __call__(self, content: Any = "hello", **fields: Any) -> Outcome:

@@ -18,10 +18,10 @@ from PIL import Image
 
 from beam_llm.body import Body
 from beam_llm.config import ChatConfig
+from beam_llm.encode_images import EncodeImages
 from beam_llm.errors import ErrorKind
 from beam_llm.images import ImagePolicy
 from beam_llm.records import ChatRequest, FailedRequest
-from beam_llm.transforms import EncodeImages
 from tests.endpoint import ScriptedEndpoint, answer
 from tests.pipelines import config, refuse
 from tests.replies import through_beam

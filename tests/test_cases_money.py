@@ -7,6 +7,7 @@ import random
 import signal
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_every_answer_stays_with_its_own_row_through_retries_delays_and_a_store(
     assert ran.answers() == {text: text for text in texts}
     assert {text for text, c in ran.completed.items() if c.source == "store"} == set(texts[::2])
     assert any(c.attempts > 1 for c in ran.completed.values())
+
+
+def test_failures_are_counted_at_the_endpoint_that_failed_even_where_another_one_answered() -> None:
+    replies = Replies({f"row {n}": [BROKEN] for n in range(4)}, always=True)
+    with ScriptedEndpoint(replies) as broken, ScriptedEndpoint(echo) as sound:
+        settings = config(sound, retry=RetryPolicy(20, 0.001, 0.002))
+        settings = replace(settings, base_urls=(broken.base_url, sound.base_url))
+        ran = through_beam(settings, [f"row {n}" for n in range(4)])
+    assert len(ran.completed) == 4
+    assert ran.counters[f"answered_by_{sound.base_url}"] == 4
+    assert ran.counters[f"requests_failed_at_{broken.base_url}"] == replies.sent.total() > 0
+    assert f"requests_failed_at_{sound.base_url}" not in ran.counters
 
 
 ROWS, IN_FLIGHT = 1000, 50

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beam_llm.classify import MAX_EXCERPT_BYTES, classify_response
-from beam_llm.errors import MAX_MESSAGE_CHARS, ErrorKind, Verdict, classify_exception
+from beam_llm.errors import MAX_MESSAGE_CHARS, Allowed, ErrorKind, Verdict, classify_exception
 
 CANARY = "sk-canary-123456"
 GOOD = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
@@ -269,6 +269,10 @@ def script(reply: bytes = b"", end: str = "close") -> Callable[..., Awaitable[No
 CLOSES = script()
 
 
+def _allowed(timeout: aiohttp.ClientTimeout) -> Allowed:
+    return Allowed(timeout.sock_connect, timeout.sock_read, timeout.total)
+
+
 async def provoke(
     serve: Callable[..., Awaitable[None]] = CLOSES,
     url: str = "http://127.0.0.1:{port}/v1",
@@ -342,7 +346,7 @@ PROVOKED: list[tuple[bool, dict[str, Any], ErrorKind, str, str]] = [
 def test_exception_gets_its_verdict(sent: bool, fault: dict[str, Any], kind: ErrorKind, flags: str, words: str) -> None:
     """C25, C32, C36."""
     exc = asyncio.run(asyncio.wait_for(provoke(**fault), 10))
-    verdict = classify_exception(exc, sent=sent, timeout=fault.get("timeout", LIMITS))
+    verdict = classify_exception(exc, sent=sent, allowed=_allowed(fault.get("timeout", LIMITS)))
     signs = (verdict.retryable, verdict.stops_run, verdict.shrinks)
     assert (verdict.kind, signs) == (kind, tuple(sign in flags for sign in "rsh"))
     assert words in verdict.message
@@ -387,7 +391,7 @@ def test_connect_timeout_is_a_connect_failure_that_names_the_limit() -> None:
         exc = asyncio.run(asyncio.wait_for(provoke(CLOSES, f"http://127.0.0.1:{port}/", timeout=timeout), 10))
         for caller in callers:
             caller.close()
-    verdict = classify_exception(exc, sent=False, timeout=timeout)
+    verdict = classify_exception(exc, sent=False, allowed=_allowed(timeout))
     assert (verdict.kind, verdict.retryable, verdict.shrinks) == (ErrorKind.CONNECT, True, True)
     assert verdict.message == "connect timeout: no connection within 0.05 s"
 

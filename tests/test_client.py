@@ -67,7 +67,9 @@ def test_what_no_retry_can_mend_is_sent_once(status: int) -> None:
     with failing(error(status)) as endpoint:
         got = outcome(endpoint)
     assert isinstance(got, FailedRequest)
-    assert (got.attempts, got.status_code, got.message) == (1, status, f"status {status}")
+    no_key = "no key was sent, as $OPENAI_API_KEY is not set (--api_key_env names another variable): "
+    words = f"{no_key if status == 401 else ''}status {status}"
+    assert (got.attempts, got.status_code, got.message) == (1, status, words)
     assert len(endpoint.requests) == 1
 
 

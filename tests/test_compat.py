@@ -58,6 +58,11 @@ def picture_of(body: dict[str, Any], number: int = 0) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
+NO_KEY = (
+    "no key was sent, as $OPENAI_API_KEY is not set (--api_key_env names another variable): Incorrect API key provided"
+)
+
+
 async def refuse(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response(
         {"error": {"message": "Incorrect API key provided", "code": "invalid_api_key"}}, status=401
@@ -304,14 +309,19 @@ def test_progress_and_a_summary_are_written_only_if_asked_for(capfd: pytest.Capt
         assert "prompts" not in capfd.readouterr().err
         with api_for(endpoint, verbose=True) as api:
             api.generate(["a", "b", 17])
-        assert "3 prompts: 2 succeeded, 1 failed, bad_input 1; 2 requests sent, 0 retries" in capfd.readouterr().err
+        told = capfd.readouterr().err
+    assert "3 prompts: 2 succeeded, 1 failed, bad_input 1; 2 requests sent, 0 retries" in told
+    why = "1 failed (bad_input), for example prompt 2: messages: expected a string or a list, got int '17'"
+    assert f"beam_llm: {why}\nbeam_llm: 3 prompts: " in told
 
 
 def test_a_bad_key_ends_the_run_in_one_line_and_a_mended_server_is_asked_anew(environment: Path) -> None:
     with ScriptedEndpoint(refuse) as endpoint, api_for(endpoint) as api:
         with pytest.raises(RunStoppedError) as raised:
             api.generate([str(i) for i in range(100)])
-        assert str(raised.value) == "20 requests in a row were refused (authentication): Incorrect API key provided"
+        assert str(raised.value) == (
+            f"20 requests in a row were refused by http://127.0.0.1:{endpoint.port} (authentication): {NO_KEY}"
+        )
         assert len(endpoint.requests) < 60
         assert list(environment.iterdir()) == []
         endpoint.handler = echo
@@ -370,7 +380,7 @@ def test_generate_inner_gives_code_answer_and_response() -> None:
             "bad_input: messages: expected a string or a list, got int '17'",
         )
         endpoint.handler = refuse
-        assert api.generate_inner("x") == (-1, FAIL_MSG, "authentication: Incorrect API key provided")
+        assert api.generate_inner("x") == (-1, FAIL_MSG, f"authentication: {NO_KEY}")
 
 
 def test_many_threads_may_call_generate_inner_even_when_the_run_is_doomed() -> None:

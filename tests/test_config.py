@@ -41,12 +41,12 @@ def test_dialect_may_be_named(dialect: Any) -> None:
         ({"dialect": "openay"}, "dialect must be one of generic, openai, vllm, sglang, got 'openay'"),
         ({"max_in_flight": 0}, "max_in_flight must be 1 or more, got 0"),
         ({"batch_size": -1}, "batch_size must be 1 or more, got -1"),
-        ({"max_in_flight_mb": 0}, "max_in_flight_mb must be above 0, got 0"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s must be above 0, got 0"),
-        ({"read_timeout_s": -1}, "read_timeout_s must be above 0, got -1"),
-        ({"requests_per_minute": 0}, "requests_per_minute must be above 0, got 0"),
-        ({"tokens_per_minute": -5}, "tokens_per_minute must be above 0, got -5"),
-        ({"deadline_s": math.nan}, "deadline_s must be above 0, got nan"),
+        ({"max_in_flight_mb": 0}, "max_in_flight_mb must be a finite number above 0, got 0"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s must be a finite number above 0, got 0"),
+        ({"read_timeout_s": -1}, "read_timeout_s must be a finite number above 0, got -1"),
+        ({"requests_per_minute": 0}, "requests_per_minute must be a finite number above 0, got 0"),
+        ({"tokens_per_minute": -5}, "tokens_per_minute must be a finite number above 0, got -5"),
+        ({"deadline_s": math.nan}, "deadline_s must be a finite number above 0, got nan"),
         ({"dialect": "openai", "sampling": SamplingParams(top_k=5)}, "top_k=5 does not go with dialect openai"),
         ({"dialect": "openai", "sampling": SamplingParams(enable_thinking=False)}, "chat_template_kwargs="),
     ],
@@ -55,6 +55,36 @@ def test_a_setting_that_cannot_work_is_refused_by_name(settings: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         config(**settings)
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"fail_on": "truncated"}, "fail_on must be a tuple of strings, got 'truncated': write ('truncated',)"),
+        ({"fail_on": (1,)}, "fail_on must be a tuple of strings, got (1,); leave it out for the default, ()"),
+        ({"base_urls": None}, "base_urls must be a tuple of strings, got None"),
+        ({"base_urls": [5]}, "base_urls must be a tuple of strings, got [5]"),
+        ({"max_in_flight": 1.5}, "max_in_flight must be a whole number, got 1.5; leave it out for the default, 1024"),
+        ({"batch_size": True}, "batch_size must be a whole number, got True; leave it out for the default, "),
+        ({"deadline_s": "5"}, "deadline_s must be a number or None, got '5'; leave it out for the default, None"),
+        ({"read_timeout_s": True}, "read_timeout_s must be a number, got True; leave it out for the default, 1800"),
+        ({"images": "auto"}, "images must be of type ImagePolicy, got 'auto'"),
+        ({"sampling": {"top_p": 1}}, "sampling must be of type SamplingParams, got {'top_p': 1}"),
+        ({"system_prompt": b"x"}, "system_prompt must be a string or None, got b'x'"),
+        ({"model": ["sk-canary-123"]}, "model must be a string or None, got ['sk-***']"),
+        ({"read_timeout_s": math.inf}, "read_timeout_s must be a finite number above 0, got inf"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_refused_by_name(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**settings)
+    assert str(caught.value).startswith(reason)
+
+
+def test_whole_numbers_do_for_numbers_and_lists_for_tuples() -> None:
+    given = config(fail_on=["truncated"], stored_finish_reasons=["stop"], read_timeout_s=5, deadline_s=None)
+    assert (given.fail_on, given.stored_finish_reasons) == (("truncated",), ("stop",))
+    assert given.key() == config(fail_on=("truncated",), stored_finish_reasons=("stop",), read_timeout_s=5).key()
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -402,8 +402,8 @@ def test_what_travels_to_workers_pickles_and_holds_no_key(
 # What of Beam is used
 
 PRIVATE = {
+    ("images/storage.py", "_credentials"): "Google's client, which has no other way to the credentials that it found",
     ("images/storage.py", "_pipeline_options"): "GcsIO wants the options that Beam's own file system was made with",
-    ("images/storage.py", "_http"): "the client's session, whose pool of 10 connections is too small and not an option",
 }
 """Private names of other packages that modules next to Beam read, and why."""
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from beam_llm.encode_images import picture_weight
 from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images import DataURL, ImagePolicy
 from beam_llm.images.encoder import ImageEncoder, RecentURLs
 from beam_llm.images.loading import locate
-from beam_llm.transforms import picture_weight
 from tests.test_image_loading import image_server
 
 

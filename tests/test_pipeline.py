@@ -338,6 +338,7 @@ def test_counters_tell_every_request_that_was_sent_not_only_those_that_brought_a
     assert sent == 150
     assert found.pop("request_bytes") > 150 * len('{"model":"m"}')
     assert found.pop(f"answered_by_{running.base_url}") == 50
+    assert found.pop(f"requests_failed_at_{running.base_url}") == 100
     assert found == {
         "requests_sent": 150,
         "retries": 100,

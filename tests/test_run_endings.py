@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from aiohttp import web
 
 from beam_llm.simulator import Script, SimulatorThread, is_doomed
 from tests.commands import PROC, Command, Finished, answer_of, ids, request, run, wait_until, write_lines
-from tests.endpoint import ScriptedEndpoint, answer
+from tests.endpoint import Handler, ScriptedEndpoint, answer
 
 linux = pytest.mark.skipif(not PROC.exists(), reason="the processes of a run are found in /proc")
 
@@ -61,9 +62,9 @@ def test_an_endpoint_that_refuses_everything_stops_the_run_after_a_few_requests(
 
 
 def tells_once(done: Finished, says: str) -> None:
-    """The reason is one line, the last one, and there is not much else."""
+    """The reason is one line, the last one, and there is not much else but perhaps an example of it before."""
     assert done.lines[-1].startswith("error: ")
-    assert done.stderr.count(says) == 1
+    assert [line for line in done.lines[:-1] if says in line and "requests fail (" not in line] == []
     assert says in done.lines[-1]
     assert "Traceback" not in done.stderr
     assert len(done.lines) < 10
@@ -78,6 +79,93 @@ def test_an_endpoint_that_is_not_there_stops_the_run_when_its_grace_is_over(many
     assert done.code == 1
     assert 10 < done.seconds < 40
     tells_once(done, f"could not connect to the server at 127.0.0.1:{bound_port(url)}")
+
+
+async def ask_to_log_in(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.Response(text="<html><title>Please log in</title></html>", content_type="text/html")
+
+
+async def refuse_fields(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"detail": [{"loc": ["body", "x"], "msg": "Extra inputs"}]}, status=422)
+
+
+@pytest.mark.parametrize(
+    ("handler", "says", "way_out"),
+    [
+        (ask_to_log_in, "(invalid_response): the answer is not a JSON object: Please log in", "check --base_url"),
+        (refuse_fields, "(invalid_request): body.x: Extra inputs", "mend the rows"),
+    ],
+)
+def test_an_endpoint_that_fails_all_first_requests_alike_stops_the_run_with_the_way_out(
+    handler: Handler, says: str, way_out: str, many_rows: Path, tmp_path: Path
+) -> None:
+    with ScriptedEndpoint(handler) as endpoint:
+        flags = (f"--input={many_rows}", f"--base_url={endpoint.base_url}", "--num_workers=2", "--max_in_flight=50")
+        done = run(tmp_path / "out", *flags, timeout_s=60)
+    assert done.code == 1
+    assert done.seconds < 30
+    assert 100 <= len(endpoint.requests) < 5000
+    tells_once(done, says)
+    assert endpoint.base_url in done.lines[-1]
+    assert way_out in done.lines[-1]
+    assert "--max_failed_ratio=1" in done.lines[-1]
+
+
+def test_a_run_in_which_every_row_may_fail_leaves_a_record_of_each(tmp_path: Path) -> None:
+    file = text_rows(tmp_path / "in.jsonl", 1500)
+    with ScriptedEndpoint(refuse_fields) as endpoint:
+        flags = (f"--input={file}", f"--base_url={endpoint.base_url}", "--num_workers=2", "--max_failed_ratio=1")
+        done = run(tmp_path / "out", *flags, code=0)
+    assert len(done.failed) == 1500
+    assert "1,500 failed (invalid_request), for example r" in done.lines[-3]
+    assert done.summary["failed_examples"]["invalid_request"].endswith(
+        f" (HTTP 422 from {endpoint.base_url}): body.x: Extra inputs"
+    )
+    assert done.summary["requests_failed_at"] == {endpoint.base_url: 1500}
+
+
+def test_slow_answers_among_many_quick_failures_that_are_all_alike_keep_the_run_going(tmp_path: Path) -> None:
+    """The first answer comes seconds after hundreds of failures."""
+
+    async def few_are_good(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if int(body["messages"][0]["content"].split()[1]) % 50:
+            return await refuse_fields(request, body)
+        await asyncio.sleep(4)
+        return answer()
+
+    file = text_rows(tmp_path / "in.jsonl", 1000)
+    with ScriptedEndpoint(few_are_good) as endpoint:
+        flags = (f"--input={file}", f"--base_url={endpoint.base_url}", "--num_workers=2")
+        done = run(tmp_path / "out", *flags, code=3)
+    assert (len(done.completed), len(done.failed)) == (20, 980)
+
+
+def test_a_few_rows_that_are_all_refused_end_with_the_reason_the_endpoint_and_the_missing_key(tmp_path: Path) -> None:
+    file = text_rows(tmp_path / "in.jsonl", 5)
+    with ScriptedEndpoint(refuse(401, {"message": "Incorrect API key provided"})) as endpoint:
+        flags = (f"--input={file}", f"--base_url={endpoint.base_url}", "--num_workers=1")
+        done = run(tmp_path / "out", *flags, "--api_key_env=SOME_KEY", code=1)
+        with_key = run(tmp_path / "out2", *flags, code=1, env={"OPENAI_API_KEY": "sk-wrong-123456"})
+    begin = "error: 5 failed (authentication), for example r"
+    assert done.lines[-3].startswith(begin)
+    assert done.lines[-3].endswith(
+        f" (HTTP 401 from {endpoint.base_url}): no key was sent, as $SOME_KEY is not set "
+        "(--api_key_env names another variable): Incorrect API key provided"
+    )
+    assert with_key.lines[-3].startswith(begin)
+    assert with_key.lines[-3].endswith(f"{endpoint.base_url}): Incorrect API key provided")
+
+
+def test_why_requests_fail_is_shown_while_they_are_still_sent_again(tmp_path: Path) -> None:
+    file = text_rows(tmp_path / "in.jsonl", 5)
+    with ScriptedEndpoint(refuse(500, {"message": "CUDA error"})) as endpoint:
+        flags = (f"--input={file}", f"--base_url={endpoint.base_url}", "--num_workers=1")
+        with Command(tmp_path / "out", *flags) as command:
+            wait_until(lambda: "\n" in command.stderr, 30, "first line")
+            shown = command.stderr
+    assert re.match(
+        r"beam_llm: requests fail \(server_error\), for example r\d \(HTTP 500 from .*\): CUDA error\n", shown
+    )
 
 
 def bound_port(url: str) -> str:
@@ -97,6 +185,7 @@ def slow() -> Iterator[SimulatorThread]:
     [
         ("a worker", signal.SIGKILL, "a worker process died"),
         ("the terminal's group", signal.SIGINT, "error: interrupted; run the same command again"),
+        ("the terminal's group", signal.SIGTERM, "error: terminated; run the same command again"),
         ("the command", signal.SIGTERM, "error: terminated; run the same command again"),
     ],
 )

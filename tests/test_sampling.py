@@ -47,6 +47,7 @@ def test_what_is_set_becomes_top_level_fields(given: dict[str, Any], fields: dic
     [
         ("temperature", -0.1),
         ("temperature", math.nan),
+        ("temperature", math.inf),
         ("top_p", 1.1),
         ("top_p", -0.1),
         ("top_k", -2),
@@ -60,6 +61,22 @@ def test_what_is_set_becomes_top_level_fields(given: dict[str, Any], fields: dic
 def test_a_value_out_of_range_is_refused_with_its_name_and_the_way_out(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} must be .* got {value!r}; leave it unset"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", "0.5", "a number or None"),
+        ("top_p", True, "a number or None"),
+        ("max_tokens", 5.0, "a whole number or None"),
+        ("enable_thinking", "no", "True or False or None"),
+        ("extra_body", "{}", "a dict"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_its_name(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name} must be {expected}, got {value!r}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_llm import metrics
+from beam_llm.dofn import count_outcome
 from beam_llm.errors import ErrorKind
 from beam_llm.records import Completion, FailedRequest, Outcome
 from beam_llm.runner import settle_runner
@@ -67,6 +68,16 @@ def test_json_splits_every_sum_and_books_balance() -> None:
     assert (found["latency_ms"], found["seconds"], found["answers_without_usage"]) == ({"mean": 1.5}, 20.0, 0)
 
 
+def test_each_kind_of_failure_has_a_line_with_an_example_where_there_is_one() -> None:
+    """The runner of some clusters gives no examples back."""
+    assert Summary(RUN, 20.0, examples={"timeout": "r1: late", "bad_image": "r2: gone"}).failure_lines() == [
+        "4 failed (timeout), for example r1: late",
+        "3 failed (bad_image), for example r2: gone",
+        "3 failed (context_length)",
+    ]
+    assert summary(completed=3).failure_lines() == []
+
+
 @pytest.mark.parametrize(
     ("counters", "allowed", "code"),
     [
@@ -92,8 +103,12 @@ def test_a_validation_is_judged_by_its_bad_rows() -> None:
 
 
 class _Record(beam.DoFn):
+    def setup(self) -> None:
+        self._examples: dict[str, str] = {}
+
     def process(self, outcome: Outcome) -> Any:
-        metrics.record(outcome)
+        count_outcome(outcome, self._examples)
+        metrics.record_failed_tries({"u": 1} if isinstance(outcome, FailedRequest) else {})
         return ()
 
 
@@ -110,8 +125,17 @@ def test_a_real_run_is_summed_up_over_all_its_steps() -> None:
         Completion("c", {**body, "usage": usage}, attempts=0, source="store"),
     ]
     second: list[Outcome] = [
-        FailedRequest("d", ErrorKind.TIMEOUT, "late", attempts=2, retried=(ErrorKind.TIMEOUT,), request_bytes=10),
+        FailedRequest(
+            "d",
+            ErrorKind.TIMEOUT,
+            "late",
+            attempts=2,
+            retried=(ErrorKind.TIMEOUT,),
+            request_bytes=10,
+            endpoint="http://u",
+        ),
         FailedRequest("e", ErrorKind.BAD_INPUT, "bad"),
+        FailedRequest("f", ErrorKind.BAD_INPUT, "also bad"),
     ]
     options = PipelineOptions(["--num_workers=1"])
     settle_runner(options)
@@ -123,10 +147,11 @@ def test_a_real_run_is_summed_up_over_all_its_steps() -> None:
 
     found = summarise(result, 1.5)
     assert found.as_dict() == {
-        "rows": 5,
+        "rows": 6,
         "completed": 3,
-        "failed": 2,
-        "failed_by_kind": {"bad_input": 1, "timeout": 1},
+        "failed": 3,
+        "failed_by_kind": {"bad_input": 2, "timeout": 1},
+        "failed_examples": {"bad_input": "e: bad", "timeout": "d (http://u): late"},
         "finish_reasons": {"stop": 3},
         "from_store": 1,
         "requests_sent": 6,
@@ -137,6 +162,7 @@ def test_a_real_run_is_summed_up_over_all_its_steps() -> None:
         "answers_not_stored": 1,
         "answers_without_usage": 1,
         "answered_by": {"u": 2},
+        "requests_failed_at": {"u": 3},
         "throttled_seconds": 0,
         "request_bytes": 370,
         "latency_ms": {"mean": 20.0, "min": 10, "max": 30},

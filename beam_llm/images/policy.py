@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from beam_llm.errors import ConfigError
+from beam_llm.field_types import check_field_types
 from beam_llm.images.pixels import READABLE_FORMATS
 
 
@@ -52,6 +53,7 @@ class ImagePolicy:
     cache_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         limits = ("max_pixels", "max_side", "min_side", "max_bytes", "max_decode_pixels", "max_download_bytes")
         for name in limits:
             value = getattr(self, name)
