@@ -92,7 +92,7 @@ class BodyBuilder:
     def draft(self, request: ChatRequest) -> Draft | FailedRequest:
         """Everything but the pictures: microseconds, no waiting."""
         try:
-            if not isinstance(request.body, Mapping):
+            if not isinstance(request.body, (dict, Mapping)):
                 raise RequestError(f"body: expected an object, got {type(request.body).__name__}")
             fields = merge_fields(self._defaults, request.body, self._config.dialect)
             if not isinstance(request.custom_id, str):

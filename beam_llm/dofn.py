@@ -57,7 +57,7 @@ class ChatCompletionDoFn(beam.DoFn):
         self._driver: Driver | None = acquire_driver(self._config)
         self._builder = BodyBuilder(self._config)
         self._channel: Channel | None = None
-        self._examples: dict[str, str] = {}
+        self._counted = OutcomeCounts()
 
     def start_bundle(self) -> None:
         """Opens a channel; what a failed bundle left is dropped."""
@@ -65,6 +65,7 @@ class ChatCompletionDoFn(beam.DoFn):
             self._channel.abandon()
         assert self._driver is not None, "setup() has not been called"
         self._channel = self._driver.channel()
+        self._counted.forget()
         self._held: list[Result] = []
 
     def process(self, batch: list[Any], wv: Any = beam.DoFn.WindowedValueParam) -> Iterator[Any]:
@@ -104,9 +105,10 @@ class ChatCompletionDoFn(beam.DoFn):
 
     def _emit(self, results: Iterable[Result]) -> Iterator[Any]:
         for wv, outcome in results:
-            count_outcome(outcome, self._examples)
+            self._counted.add(outcome)
             out = wv.with_value(outcome)
             yield out if isinstance(outcome, Completion) else TaggedOutput(FAILED_TAG, out)
+        self._counted.flush()
 
     def _open_channel(self) -> Channel:
         assert self._channel is not None, "start_bundle() has not been called"
@@ -137,17 +139,27 @@ class ChatCompletionDoFn(beam.DoFn):
         return wv, self._builder.prepare(value) if isinstance(value, ChatRequest) else value
 
 
-def count_outcome(outcome: Outcome, examples: dict[str, str]) -> None:
-    """Adds an outcome to Beam's metrics and to the live progress; on the bundle's thread.
+class OutcomeCounts:
+    """Adds outcomes to Beam's metrics and to the live progress; on the bundle's thread."""
 
-    Args:
-        outcome: One request's.
-        examples: See `metrics.record_example`; a dict of the DoFn, empty at its start.
-    """
-    metrics.record(outcome)
-    if isinstance(outcome, Completion):
-        COUNTS.completed += 1
-    else:
-        COUNTS.failed += 1
-        metrics.record_example(outcome, examples)
-        show_failure(outcome)
+    def __init__(self) -> None:
+        self._tally = metrics.Tally()
+        self._examples: dict[str, str] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts one request's outcome; Beam learns of it with the next `flush`."""
+        self._tally.record(outcome)
+        if isinstance(outcome, Completion):
+            COUNTS.completed += 1
+        else:
+            COUNTS.failed += 1
+            metrics.record_example(outcome, self._examples)
+            show_failure(outcome)
+
+    def forget(self) -> None:
+        """Drops what a failed bundle left."""
+        self._tally = metrics.Tally()
+
+    def flush(self) -> None:
+        """Before the bundle's call ends, as Beam takes counts from its own thread only."""
+        self._tally.flush()

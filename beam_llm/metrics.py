@@ -100,32 +100,48 @@ def record_example(failed: FailedRequest, examples: dict[str, str]) -> None:
     _string_set(FAILURE_EXAMPLES).add(examples[failed.kind])
 
 
-def record(outcome: Outcome) -> None:
-    """Counts one outcome, and everything that went before it."""
-    count(REQUESTS, outcome.attempts)
-    count(REQUEST_BYTES, outcome.attempts * outcome.request_bytes)
-    for kind in outcome.retried:
-        count(RETRIES)
-        count(f"{RETRIES}_{kind}")
-    if not isinstance(outcome, Completion):
-        count(FAILED)
-        count(f"{FAILED}_{outcome.kind}")
-        return
-    count(COMPLETED)
-    count(f"{FINISH}_{outcome.finish_reason or 'none'}")
-    if outcome.source == "store":
-        count(FROM_STORE)
-        return
-    count(f"{ANSWERED_BY}_{outcome.endpoint}")
-    count(NOT_STORED, int(outcome.not_stored))
-    _distribution(LATENCY_MS).update(int(outcome.latency_ms))
-    _record_usage(outcome.usage)
+class Tally:
+    """Counts of a batch of outcomes, to be added to Beam's counters at once: each addition there takes half a
+    microsecond, and an outcome has ten."""
 
+    def __init__(self) -> None:
+        self._amounts: dict[str, int] = {}
 
-def _record_usage(usage: dict[str, Any]) -> None:
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if not isinstance(prompt, int) and not isinstance(completion, int):
-        count(NO_USAGE)
-    for name, tokens in ((PROMPT_TOKENS, prompt), (COMPLETION_TOKENS, completion)):
-        if isinstance(tokens, int):
-            count(name, tokens)
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to one of the counters above."""
+        self._amounts[name] = self._amounts.get(name, 0) + amount
+
+    def flush(self) -> None:
+        """Hands everything to Beam; on the bundle's thread."""
+        for name, amount in self._amounts.items():
+            count(name, amount)
+        self._amounts.clear()
+
+    def record(self, outcome: Outcome) -> None:
+        """Counts one outcome, and everything that went before it."""
+        self.count(REQUESTS, outcome.attempts)
+        self.count(REQUEST_BYTES, outcome.attempts * outcome.request_bytes)
+        for kind in outcome.retried:
+            self.count(RETRIES)
+            self.count(f"{RETRIES}_{kind}")
+        if not isinstance(outcome, Completion):
+            self.count(FAILED)
+            self.count(f"{FAILED}_{outcome.kind}")
+            return
+        self.count(COMPLETED)
+        self.count(f"{FINISH}_{outcome.finish_reason or 'none'}")
+        if outcome.source == "store":
+            self.count(FROM_STORE)
+            return
+        self.count(f"{ANSWERED_BY}_{outcome.endpoint}")
+        self.count(NOT_STORED, int(outcome.not_stored))
+        _distribution(LATENCY_MS).update(int(outcome.latency_ms))
+        self._record_usage(outcome.usage)
+
+    def _record_usage(self, usage: dict[str, Any]) -> None:
+        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not isinstance(prompt, int) and not isinstance(completion, int):
+            self.count(NO_USAGE)
+        for name, tokens in ((PROMPT_TOKENS, prompt), (COMPLETION_TOKENS, completion)):
+            if isinstance(tokens, int):
+                self.count(name, tokens)

@@ -12,7 +12,7 @@ from apache_beam.transforms.window import FixedWindows, GlobalWindows, Sessions
 
 from beam_llm import metrics
 from beam_llm.config import ChatConfig
-from beam_llm.dofn import FAILED_TAG, ChatCompletionDoFn, Windowed, count_outcome
+from beam_llm.dofn import FAILED_TAG, ChatCompletionDoFn, OutcomeCounts, Windowed
 from beam_llm.encode_images import Batch, EncodeImages, picture_weight
 from beam_llm.errors import ErrorKind
 from beam_llm.images.encoder import process_encoder
@@ -105,17 +105,18 @@ def _prepare(
 class _CountValid(beam.DoFn):
     def setup(self) -> None:
         """Nothing has failed yet."""
-        self._examples: dict[str, str] = {}
+        self._counted = OutcomeCounts()
 
     def process(self, batch: list[Windowed]) -> Iterator[Any]:
         """Counts what can be sent; yields the failures."""
         for value, wv in batch:
             if isinstance(value, FailedRequest):
-                count_outcome(value, self._examples)
+                self._counted.add(value)
                 yield TaggedOutput(FAILED_TAG, wv.with_value(value))
             else:
                 COUNTS.completed += 1
                 metrics.count(metrics.VALID)
+        self._counted.flush()
 
 
 class _CaptureWindows(beam.DoFn):
@@ -186,5 +187,5 @@ class _Weight:
         if isinstance(item.value, FailedRequest):
             return 1
         body = item.value.body
-        images = count_images(body.get("messages")) if isinstance(body, Mapping) else 0
+        images = count_images(body.get("messages")) if isinstance(body, (dict, Mapping)) else 0
         return picture_weight(images, process_encoder(self._config.images).mean_bytes, self._config.batch_size)

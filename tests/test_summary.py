@@ -10,7 +10,7 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_llm import metrics
-from beam_llm.dofn import count_outcome
+from beam_llm.dofn import OutcomeCounts
 from beam_llm.errors import ErrorKind
 from beam_llm.records import Completion, FailedRequest, Outcome
 from beam_llm.runner import settle_runner
@@ -104,10 +104,11 @@ def test_a_validation_is_judged_by_its_bad_rows() -> None:
 
 class _Record(beam.DoFn):
     def setup(self) -> None:
-        self._examples: dict[str, str] = {}
+        self._counted = OutcomeCounts()
 
     def process(self, outcome: Outcome) -> Any:
-        count_outcome(outcome, self._examples)
+        self._counted.add(outcome)
+        self._counted.flush()
         metrics.record_failed_tries({"u": 1} if isinstance(outcome, FailedRequest) else {})
         return ()
 
