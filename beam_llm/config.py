@@ -70,7 +70,7 @@ class ChatConfig:
     images: ImagePolicy = field(default_factory=ImagePolicy)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_in_flight: int = 1024
-    max_in_flight_mb: float = 256
+    max_in_flight_mb: float = 128
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     connect_timeout_s: float = 30

@@ -18,7 +18,7 @@ from beam_llm.version import __version__
 _IDLE_S = 4.0
 """Idle connections are dropped before uvicorn (vLLM, SGLang; 5 s) and llama.cpp (5 s) do it under our hands."""
 
-_CHUNK_BYTES = 256 * 1024
+_CHUNK_BYTES = 512 * 1024
 """Written in one piece, so that a body of many megabytes does not hold up the loop."""
 
 _KEPT_BYTES = 16 * 1024

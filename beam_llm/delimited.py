@@ -123,11 +123,16 @@ def _header(path: str, file: IO[bytes]) -> tuple[list[str], str, int]:
     lines = _Lines(file, 0)
     try:
         first = next(lines, "").removeprefix("\ufeff")
-        delimiter = max(_DELIMITERS, key=first.count)
+        if "\0" in first or "\udcff\udcfe" in first:
+            raise InputError(f"{path} is UTF-16; save the file as UTF-8")
+        if first.startswith("sep=") and len(first.rstrip()) == len("sep=;"):  # Excel's own mark
+            delimiter, first = first[4], next(lines, "")
+        else:
+            delimiter = max(_DELIMITERS, key=first.count)
         names = next(csv.reader(_Chained(first, lines), delimiter=delimiter, strict=True), [])
     except (EOFError, OSError, zlib.error, csv.Error) as error:
         raise InputError(f"{path}: the header cannot be read: {error}") from error
-    if "\0" in first or not _is_utf8(names):
+    if not _is_utf8(names):
         raise InputError(f"{path}: the header is not UTF-8; save the file as UTF-8")
     names = [name.strip() for name in names]
     if not any(names):
@@ -153,7 +158,9 @@ def _record(offset: int, names: list[str], cells: list[str], weight: int, flaw: 
     if not _is_utf8(cells):
         cells = [cell.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for cell in cells]
         flaw = flaw or "the row is not UTF-8; save the file as UTF-8"
-    values = dict(zip(names, (cell or None for cell in cells), strict=False))
+    values: dict[str, Any] = dict(zip(names, (cell or None for cell in cells), strict=False))
+    if len(cells) > len(names):
+        values["cells too many"] = cells[len(names) :]
     if flaw is None and len(cells) != len(names):
         flaw = f"the row has {len(cells)} cells, the header {len(names)} columns"
     return Record(offset, values, weight, flaw)

@@ -224,7 +224,7 @@ def _add_sampling(add: Callable[..., Any]) -> None:
 
 def _add_limits(add: Callable[..., Any]) -> None:
     add("--max_in_flight", type=int, default=1024, metavar="N", help="open requests per worker process (1024)")
-    add("--max_in_flight_mb", type=float, default=256, metavar="MB", help="bodies not yet sent, per process (256)")
+    add("--max_in_flight_mb", type=float, default=128, metavar="MB", help="bodies not yet sent, per process (128)")
     add("--requests_per_minute", type=float, metavar="N", help="for the whole local run; per process elsewhere")
     add("--tokens_per_minute", type=float, metavar="N", help="the same for tokens of prompts and answers")
     add("--max_retries", type=int, default=10, metavar="N", help="resends after the first try (10)")
@@ -242,7 +242,7 @@ def _add_images(add: Callable[..., Any]) -> None:
     add("--image_format", default="auto", choices=["auto", "jpeg", "png"], help="what pictures are sent as (auto)")
     add("--image_quality", type=int, default=90, metavar="N", help="of JPEGs that are made, 1 to 100 (90)")
     add("--image_root", metavar="FOLDER", help="pictures are read from inside this folder only")
-    add("--image_cache_mb", type=float, default=64, metavar="MB", help="encoded pictures kept, per process (64)")
+    add("--image_cache_mb", type=float, default=32, metavar="MB", help="encoded pictures kept, per process (32)")
     add("--fetch_images", action="store_true", help="download http(s) pictures here instead of passing the URL on")
     add("--allow_private_addresses", action="store_true", help="download from private and loopback addresses too")
 

@@ -188,5 +188,5 @@ class WriteResults(beam.PTransform):
 
     def _sink(self, name: str) -> ResultSink:
         if self._given is not None:
-            return ParquetSink(TableLayout(self._given, name))
+            return ParquetSink(TableLayout(self._given), even_if_empty=name == "completed")
         return LinesSink(_WRITERS[self._output_format])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import orjson
@@ -20,6 +21,12 @@ _LENIENT = json.JSONDecoder(strict=False)
 """Takes line ends in strings, which models write."""
 
 _BOM = b"\xef\xbb\xbf"
+
+_LONG_NUMBER = re.compile(rb"(?<![.\d])\d{19}")
+"""Of integers beyond 64 bits orjson makes floats."""
+
+_LONGEST_EXACT = 64 << 10
+"""Longer texts, which hold pictures, are not searched for long numbers."""
 
 
 def dumps(value: Any) -> bytes:
@@ -52,16 +59,24 @@ def loads(raw: bytes) -> Any:
         ValueError: Not JSON, or not UTF-8.
     """
     try:
-        value = orjson.loads(raw)
+        value = _read_leniently(raw) if _has_long_number(raw) else orjson.loads(raw)
     except orjson.JSONDecodeError:
-        text = raw.removeprefix(_BOM).decode("utf-8")
-        try:
-            value = _whole_characters(json.loads(text, parse_constant=lambda name: None, parse_float=_finite_float))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        value = _read_leniently(raw)
     if raw.count(b"[") + raw.count(b"{") >= _DEEPEST and _is_too_deep(value):
         raise ValueError(f"nested too deeply: {_DEEPEST} levels or more")
     return value
+
+
+def _has_long_number(raw: bytes) -> bool:
+    return len(raw) <= _LONGEST_EXACT and _LONG_NUMBER.search(raw) is not None
+
+
+def _read_leniently(raw: bytes) -> Any:
+    text = raw.removeprefix(_BOM).decode("utf-8")
+    try:
+        return _whole_characters(json.loads(text, parse_constant=lambda name: None, parse_float=_finite_float))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def object_in(text: str) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ _MAPPING = (dict, Mapping)
 """A dict is told at once; asking an abstract class takes ten times as long."""
 
 
+_IMAGE_TOKEN = "<image>"  # noqa: S105 - no password
 _REFERENCE_FIELDS = ("image_url", "value", "image", "url")
 _IMAGE_FIELDS = (*_REFERENCE_FIELDS, "type", "detail")
 
@@ -141,36 +142,89 @@ def count_images(prompt: Any) -> int:
     return sum(count_images(item) for item in prompt)
 
 
-def has_empty_images(messages: Any) -> bool:
-    """Whether some image part names no picture, as in data sets whose pictures stand in a column of their own."""
-    return any(_is_empty_image(part) for part in _given_parts(messages))
+def place_images(messages: Any, pictures: Sequence[Any], *, must: bool) -> Any:
+    """The messages with a row's pictures in them: where image parts name no picture, as in vision data sets of Hugging
+    Face; where the text says `<image>`, as in those of LLaVA; else before the first text of the user.
 
-
-def fill_images(messages: Any, pictures: Sequence[Any]) -> Any:
-    """The messages with the n-th image part that names no picture given `pictures[n]`.
+    Args:
+        messages: A prompt of any accepted form.
+        pictures: The row's, in order.
+        must: Whether the pictures were asked for; else they stay out of messages that have pictures of their own.
 
     Raises:
-        RequestError: Not as many such parts as pictures.
+        RequestError: Not as many places as pictures.
     """
-    empty = sum(_is_empty_image(part) for part in _given_parts(messages))
-    if empty != len(pictures):
-        raise RequestError(f"messages: {empty} image parts name no picture, and the image columns have {len(pictures)}")
-    following = iter(pictures)
+    parts = list(_given_parts(messages))
+    empty = sum(map(_is_empty_image, parts))
+    tokens = sum(_text_of(part).count(_IMAGE_TOKEN) for part in parts) if pictures else 0
+    if empty:
+        if empty != len(pictures):
+            have = f"the image columns have {len(pictures)}"
+            raise RequestError(f"messages: {empty} image parts name no picture, and {have}")
+        return _filled(messages, iter(pictures), _EMPTY_PARTS)
+    if not pictures or (not must and count_images(messages)):
+        return messages
+    if tokens and tokens != len(pictures):
+        raise RequestError(
+            f"messages: {tokens} times {_IMAGE_TOKEN}, and the image columns have {len(pictures)} pictures"
+        )
+    return _filled(messages, iter(pictures), _TOKENS) if tokens else _put_before(messages, pictures)
 
-    def filled(item: Any) -> Any:
-        if _is_empty_image(item):
-            return {"type": "image", "value": next(following)}
-        if isinstance(item, _MAPPING) and isinstance(item.get("content"), list):
-            return {**item, "content": [filled(part) for part in item["content"]]}
-        return item
 
-    return [filled(item) for item in messages] if pictures else messages
+_EMPTY_PARTS, _TOKENS = "parts", "tokens"
+
+
+def _filled(value: Any, following: Iterator[Any], places: str) -> Any:
+    """A prompt, message, part or text with the following pictures in its places of one kind."""
+    if isinstance(value, list):
+        return [part for item in value for part in _spread(_filled(item, following, places))]
+    if isinstance(value, _MAPPING) and "content" in value:
+        return {**value, "content": _filled(value["content"], following, places)}
+    if places == _EMPTY_PARTS:
+        return {"type": "image", "value": next(following)} if _is_empty_image(value) else value
+    text = _text_of(value)
+    if _IMAGE_TOKEN not in text:
+        return value
+    first, *others = text.split(_IMAGE_TOKEN)
+    said: list[Any] = [first.strip("\n")]
+    for piece in others:
+        said += [{"type": "image", "value": next(following)}, piece.strip("\n")]
+    return [piece if isinstance(piece, dict) else {"type": "text", "text": piece} for piece in said if piece]
+
+
+def _spread(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _put_before(messages: Any, pictures: Sequence[Any]) -> Any:
+    parts = [{"type": "image", "value": picture} for picture in pictures]
+    if isinstance(messages, str):
+        return [*parts, {"type": "text", "text": messages}] if messages else parts
+    items = _spread(messages)
+    user = next((i for i, item in enumerate(items) if isinstance(item, _MAPPING) and item.get("role") == "user"), None)
+    if user is None:
+        return [*parts, *items]
+    return [
+        *items[:user],
+        {**items[user], "content": _put_before(items[user].get("content"), pictures)},
+        *items[user + 1 :],
+    ]
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text", part.get("value")) if isinstance(part, _MAPPING) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else ""
 
 
 def _given_parts(messages: Any) -> Iterator[Any]:
-    for item in messages if isinstance(messages, list) else ():
-        content = item.get("content") if isinstance(item, _MAPPING) else None
-        yield from content if isinstance(content, list) else (item,)
+    """Parts and texts of a prompt of any accepted form."""
+    for item in _spread(messages):
+        if isinstance(item, _MAPPING) and "content" in item:
+            yield from _given_parts(item["content"])
+        else:
+            yield item
 
 
 def _is_empty_image(part: Any) -> bool:

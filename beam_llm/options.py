@@ -147,3 +147,13 @@ def output_format(options: ChatOptions, input_format: Format) -> Format:
             raise ConfigError("output_file_type=parquet holds rows: leave out output_format=openai_batch")
         return Format.ROWS
     return Format(options.output_format) if options.output_format else input_format
+
+
+def check_image_root(root: str | None) -> None:
+    """Refuses a local folder of pictures that is not there.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    if root is not None and "://" not in root and not os.path.isdir(root):
+        raise ConfigError(f"image_root={root} is no folder on this machine")

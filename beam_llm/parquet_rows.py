@@ -64,6 +64,11 @@ class ParquetRow(Mapping[str, Any]):
         batch, index = self._located()
         return batch.column(column)[index]
 
+    def as_dict(self) -> dict[str, Any]:
+        """All columns as Python values, whatever they hold: text that is not UTF-8 with its bad bytes as `\\xNN`."""
+        batch, index = self._located()
+        return {name: lenient_value(batch.column(i)[index]) for i, name in enumerate(self._schema.names)}
+
     def pictures(self, name: str) -> list[Any] | None:
         """The pictures of a column, bytes and structs as `CellPicture` so that they stay where they are; None if null.
 
@@ -149,11 +154,27 @@ class CellPicture(Deferred):
 
 
 def python_value(cell: pa.Scalar) -> Any:
-    """A value for a prompt or a JSON file; what Python cannot hold, such as nanoseconds, as text."""
+    """A value for a prompt; what Python cannot hold, such as nanoseconds, as text.
+
+    Raises:
+        UnicodeDecodeError: Text that is not UTF-8.
+    """
     try:
         return cell.as_py()
+    except UnicodeDecodeError:
+        raise
     except (ValueError, OverflowError, TypeError, NotImplementedError):
-        return str(cell.cast(pa.string())) if not pa.types.is_nested(cell.type) else str(cell)
+        return str(cell) if pa.types.is_nested(cell.type) else str(cell.cast(pa.string()))
+
+
+def lenient_value(cell: pa.Scalar) -> Any:
+    """As `python_value`, for a result that must be written whatever the cell holds."""
+    try:
+        return python_value(cell)
+    except UnicodeDecodeError:
+        if pa.types.is_nested(cell.type):
+            return f"… ({cell.type} with text that is not UTF-8)"
+        return cell.cast(pa.binary()).as_py().decode("utf-8", "backslashreplace")
 
 
 def _is_list(kind: pa.DataType) -> bool:

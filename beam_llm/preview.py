@@ -15,7 +15,7 @@ from beam_llm.formats.parquet import input_schema
 from beam_llm.formats.rows import RowColumns, missing_column
 from beam_llm.io import Format
 from beam_llm.parquet_rows import schema_of
-from beam_llm.sources import read_range, table_columns
+from beam_llm.sources import SourceRow, read_range, table_columns
 
 _FIRST_ROWS = 100
 _FIRST_TABLES = 100
@@ -87,24 +87,25 @@ class Preview:
         """The first rows that are any; what is wrong with others, their own records will say."""
         left = _FIRST_ROWS
         for path in self._of(kind):
-            try:
-                for row in read_range(FileRange(path, file_type=kind)):
-                    if left == 0:
-                        return
-                    left -= 1
-                    data = row.data
-                    if isinstance(data, bytes):
-                        _refuse_array(path, data)
-                        try:
-                            data = parse_object(data)
-                        except RequestError:
-                            continue
-                    yield data
-            except InputError:
-                if kind is FileType.CSV:
-                    raise
-            if left == 0:
-                return
+            rows = read_range(FileRange(path, file_type=kind))
+            while left and (row := self._next(rows, kind)) is not None:
+                left -= 1
+                if isinstance(row.data, bytes):
+                    _refuse_array(path, row.data)
+                try:
+                    yield parse_object(row.data) if isinstance(row.data, bytes) else row.data
+                except RequestError:
+                    continue
+
+    @staticmethod
+    def _next(rows: Iterator[SourceRow], kind: FileType) -> SourceRow | None:
+        """The next row; None at the end, or where a file of lines is damaged."""
+        try:
+            return next(rows, None)
+        except InputError:
+            if kind is FileType.CSV:
+                raise
+            return None
 
 
 def _refuse_array(path: str, line: bytes) -> None:

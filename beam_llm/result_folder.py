@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -100,15 +101,27 @@ class StaleResults:
     def __init__(self, output: str) -> None:
         self._output = output
         self._before = _result_files(output)
+        self._unfinished = _unfinished_files(output)
 
     def remove(self) -> None:
-        """Deletes those that the run has not written anew: a rerun may make fewer shards, or have no failures."""
+        """Deletes those that the run has not written anew, as a rerun may make fewer shards, or have no failures; and
+        what killed runs have left half written."""
         after = _result_files(self._output)
         if stale := [path for path, written in self._before.items() if after.get(path) == written]:
             FileSystems.delete(stale)
+        for folder in self._unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _result_files(output: str) -> dict[str, float]:
     """When each result file was last written, in seconds."""
     patterns = [FileSystems.join(output, f"{name}-*-of-*.{suffix}") for name in _RESULTS for suffix in _SUFFIXES]
     return {m.path: m.last_updated_in_seconds for found in FileSystems.match(patterns) for m in found.metadata_list}
+
+
+def _unfinished_files(output: str) -> list[str]:
+    """Folders that Beam's file sinks of a killed run have left in a local output folder."""
+    if "://" in output or not os.path.isdir(output):
+        return []
+    begun = tuple(f"beam-temp-{name}-" for name in _RESULTS)
+    return [entry.path for entry in os.scandir(output) if entry.name.startswith(begun) and entry.is_dir()]

@@ -81,13 +81,15 @@ class ParquetSink(ResultSink):
 
     Args:
         layout: The columns.
+        even_if_empty: Whether there is a file, with the columns and no rows, when there are no outcomes.
     """
 
     suffix = ".parquet"
     mime_type = "application/vnd.apache.parquet"
 
-    def __init__(self, layout: TableLayout) -> None:
+    def __init__(self, layout: TableLayout, *, even_if_empty: bool = False) -> None:
         self._layout = layout
+        self._even_if_empty = even_if_empty
 
     def to_bytes(self, outcome: Outcome) -> bytes:
         """The outcome, pickled: its row keeps its types."""
@@ -102,18 +104,18 @@ class ParquetSink(ResultSink):
 
     def unordered(self, prefix: str) -> beam.PTransform:
         """Beam's file sink, which moves whole files into place at the end."""
-        return Write(_FileSink(prefix, self._layout))
+        return Write(_FileSink(prefix, self._layout, skip_if_empty=not self._even_if_empty))
 
 
 class _FileSink(FileBasedSink):
-    def __init__(self, prefix: str, layout: TableLayout) -> None:
+    def __init__(self, prefix: str, layout: TableLayout, *, skip_if_empty: bool) -> None:
         super().__init__(
             prefix,
             coder=None,
             file_name_suffix=ParquetSink.suffix,
             mime_type=ParquetSink.mime_type,
             compression_type=CompressionTypes.UNCOMPRESSED,
-            skip_if_empty=True,
+            skip_if_empty=skip_if_empty,
         )
         self._layout = layout
 

@@ -26,7 +26,7 @@ from beam_llm.files import FileType, InputError, match_files
 from beam_llm.flags import SIMULATED, ChatOptions, parse_flags
 from beam_llm.io import Format, InputFormat, ReadRequests, WriteResults
 from beam_llm.local_run import MainThreadStop, let_workers_import_us, reason_of, shorten_worker_logs
-from beam_llm.options import base_urls, chat_config, output_format, row_columns
+from beam_llm.options import base_urls, chat_config, check_image_root, output_format, row_columns
 from beam_llm.preview import Preview
 from beam_llm.process_limits import allow_connections
 from beam_llm.progress import ProgressReceiver
@@ -126,6 +126,8 @@ def _endpoints(chat: ChatOptions, stack: ExitStack) -> tuple[str, ...]:
 
 def _check(config: ChatConfig, run: _Run) -> None:
     """What every worker would run into, found before the first of them starts."""
+    if run.processes is not None:
+        check_image_root(config.images.root)
     if run.processes is not None and not run.chat.validate_only:
         read_api_key(config.api_key_env, config.api_key_secret)
         allow_connections(config.max_in_flight)

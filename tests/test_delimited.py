@@ -68,6 +68,7 @@ def test_ranges_give_what_pythons_csv_reads_from_the_whole(
         (' a , b \n"1\n,2",\n', {"a": "1\n,2", "b": None}),
         ('"a\nb",c\n\n1,2\n', {"a\nb": "1", "c": "2"}),
         ('a,b\n5" tall,2\n', {"a": '5" tall', "b": "2"}),
+        ("sep=;\na,b;c\n1;2\n", {"a,b": "1", "c": "2"}),
         ("a\n" + "x" * 200_000, {"a": "x" * 200_000}),
     ],
 )
@@ -93,6 +94,7 @@ def test_a_flaw_costs_its_own_row_only(tmp_path: Path, line: bytes, reason: str)
     assert (bad.flaw or "").startswith(reason)
     assert [good.values, last.values] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert (good.flaw, last.flaw) == (None, None)
+    assert bad.values.get("cells too many") == (["3"] if line == b"1,2,3" else None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_flaw_costs_its_own_row_only(tmp_path: Path, line: bytes, reason: str)
         (b"", "the first line must be a header"),
         (b",,\n1,2,3\n", "the first line must be a header"),
         (b"a,a\n1,2\n", "two columns of the header are called 'a'"),
-        ("a,b\n1,2\n".encode("utf-16"), "the header is not UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16"), "is UTF-16; save the file as UTF-8"),
         (b"caf\xe9\n1\n", "the header is not UTF-8"),
     ],
 )

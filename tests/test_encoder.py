@@ -131,7 +131,8 @@ def test_pictures_at_hand_are_not_kept() -> None:
     ("path", "root", "beside", "place"),
     [
         ("here.png", None, None, "here.png"),
-        ("here.png", None, "{tmp}/data/rows.jsonl", "here.png"),
+        ("here.png", None, "{tmp}/data/rows.jsonl", "{tmp}/data/here.png"),
+        ("only.png", None, "{tmp}/data/rows.jsonl", "only.png"),
         ("near.png", None, "{tmp}/data/rows.jsonl", "{tmp}/data/near.png"),
         ("none.png", None, "{tmp}/data/rows.jsonl", "none.png"),
         ("near.png", None, "rows.jsonl", "near.png"),
@@ -141,12 +142,12 @@ def test_pictures_at_hand_are_not_kept() -> None:
         ("/abs/a.png", None, "gs://bucket/rows.jsonl", "/abs/a.png"),
     ],
 )
-def test_a_relative_path_starts_at_the_root_else_here_else_beside_the_file(
+def test_a_relative_path_starts_at_the_root_else_beside_the_file_else_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, root: str | None, beside: str | None, place: str
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "data").mkdir()
-    for name in ("here/here.png", "data/here.png", "data/near.png"):
+    for name in ("here/here.png", "here/only.png", "data/here.png", "data/near.png"):
         (tmp_path / name).write_bytes(bmp())
     monkeypatch.chdir(tmp_path / "here")
 

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from beam_llm.errors import ConfigError, ErrorKind, RequestError
 from beam_llm.formats import openai_batch, row_results, rows
 from beam_llm.formats.common_row import as_text, custom_id_of, parse_object, source_of, without_data_urls
+from beam_llm.formats.parquet import input_schema
 from beam_llm.formats.rows import RowColumns
 from beam_llm.jsontext import dumps
 from beam_llm.messages import to_messages
@@ -77,6 +79,9 @@ def test_a_line_that_is_no_object_is_refused_with_the_place(line: bytes, reason:
         ({"custom_id": 0}, "0"),
         ({"custom_id": ""}, "gs://bucket/rows.jsonl:17"),
         ({"custom_id": None}, "gs://bucket/rows.jsonl:17"),
+        ({"custom_id": 3.0}, "3"),
+        ({"custom_id": 2.5}, "2.5"),
+        ({"custom_id": math.nan}, "gs://bucket/rows.jsonl:17"),
         ({"custom_id": ["x"]}, "gs://bucket/rows.jsonl:17"),
         ({}, "gs://bucket/rows.jsonl:17"),
     ],
@@ -351,7 +356,7 @@ def test_all_parts_of_an_answer_have_their_column(outcome: Completion, columns: 
 def test_a_column_with_the_name_of_one_of_ours_is_kept_beside_it() -> None:
     row = {"answer": "expected", "usage": 1, "input_answer": "taken", "error": "old"}
     line = parsed(row_results.write_outcome(Completion("r", ANSWER, context=row)))
-    assert (line["answer"], line["error"]) == ("4", "old")
+    assert (line["answer"], line["input_error"]) == ("4", "old")
     assert "expected" in line.values()
     assert "taken" in line.values()
     assert line["input_usage"] == 1
@@ -379,3 +384,85 @@ def test_a_failed_row_is_the_row_with_its_error() -> None:
 def test_what_was_no_row_comes_back_as_input(context: Any, given_back: dict[str, Any]) -> None:
     line = parsed(row_results.write_outcome(failed(context=context)))
     assert {name: value for name, value in line.items() if name == "input"} == given_back
+
+
+MANY = {"images": ["a.png", "b.png"]}
+TWO = [{"type": "image", "value": "a.png"}, {"type": "image", "value": "b.png"}]
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": "which?", **MANY}, [*TWO, said("which?")]),
+        ({"prompt": "<image> or\n<image>\n?", **MANY}, [TWO[0], said(" or"), TWO[1], said("?")]),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], **MANY},
+            [{"role": "system", "content": "s"}, {"role": "user", "content": [*TWO, said("q")]}],
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "<image>\n<image>\nq"}, {"role": "assistant", "content": "a"}],
+                **MANY,
+            },
+            [{"role": "user", "content": [*TWO, said("q")]}, {"role": "assistant", "content": "a"}],
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": [said("<image> and"), {"type": "image", "url": None}]}],
+                "image": "a.png",
+            },
+            [{"role": "user", "content": [said("<image> and"), TWO[0]]}],
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "own.png"}}]}],
+                **MANY,
+            },
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "own.png"}}]}],
+        ),
+        ({"prompt": "the <image> tag", "image": None}, "the <image> tag"),
+        ({"prompt": "both?", "images": '["a.png", "b.png"]'}, [*TWO, said("both?")]),
+        ({"prompt": "one?", "image": " a.png "}, [TWO[0], said("one?")]),
+        ({"messages": '[{"role": "user", "content": "q"}]'}, [{"role": "user", "content": "q"}]),
+        ({"messages": "[see note]"}, "[see note]"),
+    ],
+)
+def test_every_picture_of_a_row_has_its_place_in_the_messages(row: dict[str, Any], messages: Any) -> None:
+    assert row_request(row).body["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "reason"),
+    [
+        ({"messages": "<image>?", **MANY}, {}, "messages: 1 times <image>, and the image columns have 2 pictures"),
+        ({"messages": "[{'role': 'user'}]"}, {}, "column 'messages': looks like a list and is no JSON"),
+        ({"prompt": "q", "images": "['a.png', 'b.png']"}, {}, "column 'images': looks like a list and is no JSON"),
+        ({"messages": None, "image": "a.png"}, {}, "column 'messages' is null"),
+        ({"b": b"bytes"}, {"prompt": "{b}"}, "column 'b' holds bytes, which a prompt cannot"),
+        ({"b": [{"bytes": b"x", "path": None}]}, {"prompt": "{b}"}, "column 'b' holds bytes, which a prompt cannot"),
+    ],
+)
+def test_a_row_whose_parts_do_not_go_together_is_refused(
+    row: dict[str, Any], columns: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        rows.request_of_row(row, HERE, RowColumns(**columns))
+    assert caught.value.message.startswith(reason)
+
+
+def test_parquet_metadata_that_files_do_not_agree_on_is_left_out() -> None:
+    """Class labels, for one: the same number is another label in each file."""
+    first, second = (
+        pa.schema([("a", kind)], {"huggingface": names, "same": "x"})
+        for kind, names in ((pa.int32(), "cat, dog"), (pa.int64(), "dog, cat"))
+    )
+    found = input_schema({"a.parquet": first, "b.parquet": second}, [])
+    assert found == pa.schema([("a", pa.int64())])
+    assert found.metadata == {b"same": b"x"}
+    assert input_schema({"a.parquet": first}, []).metadata == first.metadata
+    with pytest.raises(ConfigError, match=r"the columns of b\.parquet do not go together with those of a\.parquet"):
+        input_schema({"a.parquet": first, "b.parquet": pa.schema([("a", pa.string())])}, [])

@@ -487,7 +487,7 @@ def test_data_url_is_the_files_base64() -> None:
     {"min_side": 100, "max_side": 50}, {"min_side": 100, "max_pixels": 5000},
 ])  # fmt: skip
 def test_policy_names_the_setting_that_cannot_work(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=rf"ImagePolicy\.{next(iter(wrong))}"):
+    with pytest.raises(ConfigError, match=rf"\b{next(iter(wrong))}\b"):
         ImagePolicy(**wrong)  # type: ignore[arg-type]
 
 

@@ -138,3 +138,11 @@ def test_deep_nesting_is_either_refused_on_reading_or_written_again(depth: int, 
 )
 def test_the_one_object_of_a_text_is_found_whatever_stands_around_it(text: str, found: dict[str, Any] | None) -> None:
     assert object_in(text) == found
+
+
+@pytest.mark.parametrize("number", [2**63, 2**70, -(2**80), 10**300])
+def test_integers_of_any_length_stay_what_they_are(number: int) -> None:
+    text = b'{"n": %d, "x": [0.1234567890123456789012, NaN]}' % number
+    value = loads(text)
+    assert value == {"n": number, "x": [0.1234567890123456789012, None]}
+    assert loads(dumps(value)) == value

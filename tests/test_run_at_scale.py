@@ -144,7 +144,10 @@ def test_the_summary_says_what_the_endpoint_counted(clean: Outcome, faulty: Outc
         assert summary["failed"] == len(done.failed)
         assert summary["requests_sent"] == stats["requests"]
         assert summary["retries"] == stats["requests"] - ROWS
-        assert len(done.lines) == 2 + done.stderr.count("rows/s, ")  # a line of progress every 15 s
+        shown = done.stderr.count("rows/s, ") + done.stderr.count(
+            "requests fail"
+        )  # progress every 15 s, a first reason
+        assert len(done.lines) == 2 + shown
 
 
 def test_all_requests_are_open_at_once_and_descriptors_suffice(tmp_path: Path) -> None:

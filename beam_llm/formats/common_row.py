@@ -9,6 +9,7 @@ from typing import Any
 
 from beam_llm.errors import RequestError
 from beam_llm.jsontext import loads
+from beam_llm.parquet_rows import ParquetRow
 from beam_llm.records import Completion, Origin, Outcome
 from beam_llm.spill import Deferred, Spilled
 
@@ -34,11 +35,14 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def custom_id_of(row: Mapping[str, Any], origin: Origin) -> str:
-    """The row's own `custom_id`, numbers as text; else `<file>:<offset>`, which is the same in every run."""
+    """The row's own `custom_id`, numbers as text (3.0, as pandas makes of 3, as `3`); else `<file>:<offset>`, which is
+    the same in every run."""
     custom_id = row.get("custom_id")
     if isinstance(custom_id, str) and custom_id:
         return custom_id
-    is_number = isinstance(custom_id, (int, float)) and not isinstance(custom_id, bool)
+    if isinstance(custom_id, float) and custom_id.is_integer():
+        custom_id = int(custom_id)
+    is_number = isinstance(custom_id, (int, float)) and not isinstance(custom_id, bool) and custom_id == custom_id
     return str(custom_id) if is_number else str(origin)
 
 
@@ -59,6 +63,8 @@ def without_data_urls(value: Any) -> Any:
         return _cut_off(value.head or "", value.length)
     if isinstance(value, (bytes, bytearray)):
         return f"… ({len(value)} bytes)"
+    if isinstance(value, ParquetRow):
+        value = value.as_dict()
     if isinstance(value, Mapping):
         return {key: without_data_urls(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -31,7 +31,7 @@ _ERROR = pa.struct(
     ]
 )
 _TEXT = pa.string()
-_COMPLETED = {
+_OURS = {
     "custom_id": _TEXT,
     "answer": _TEXT,
     "reasoning": _TEXT,
@@ -41,42 +41,44 @@ _COMPLETED = {
     "tool_calls": _TEXT,
     "logprobs": _TEXT,
     "choices": _TEXT,
+    "error": _ERROR,
 }
-_FAILED = {"custom_id": _TEXT, "error": _ERROR}
 _SIMPLE = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
 class TableLayout:
-    """The columns of a Parquet output, and how an outcome fills them.
+    """The columns of a Parquet output, the same for answers and for failures, and how an outcome fills them.
 
     Args:
         given: The input's columns, as `input_schema` finds them.
-        name: `completed`, or anything else for failed requests.
     """
 
-    def __init__(self, given: pa.Schema, name: str) -> None:
+    def __init__(self, given: pa.Schema) -> None:
         self._given = given
-        self._ours = _COMPLETED if name == "completed" else _FAILED
         replaced = "custom_id" in given.names and pa.types.is_string(given.field("custom_id").type)
         self._kept = [field for field in given if not (replaced and field.name == "custom_id")]
         fields = [field.with_name(self._name_of(field.name)).with_nullable(True) for field in self._kept]
-        ours = [pa.field(column, kind) for column, kind in self._ours.items()]
+        ours = [pa.field(column, kind) for column, kind in _OURS.items()]
         self.schema: pa.Schema = pa.schema([*fields, *ours], metadata=given.metadata)
         """The output's columns: those of the input, then ours. Its metadata (pandas, Hugging Face) is the input's."""
 
     def _name_of(self, column: str) -> str:
         if column == "custom_id":
             return "input_custom_id"  # not text, as ours is
-        return free_name(column, self._ours, self._given.names)
+        return free_name(column, self._given.names)
 
     def rows_of(self, outcomes: list[Outcome]) -> pa.Table:
         """The outcomes as a table."""
         rows = [_as_read(outcome.context) for outcome in outcomes]
-        columns = [self._given_column(field, rows) for field in self._kept]
+        batches = [row for row in rows if isinstance(row, pa.RecordBatch)]
+        if len(batches) == len(rows) and all(batch.schema.equals(batches[0].schema) for batch in batches):
+            table = pa.Table.from_batches(batches)
+            columns = [_as_type(table, field, len(rows)) for field in self._kept]
+        else:
+            columns = [self._given_column(field, rows) for field in self._kept]
         answers = [answer_columns(outcome) for outcome in outcomes]
         columns += [
-            pa.array([_as_column(name, answer.get(name)) for answer in answers], kind)
-            for name, kind in self._ours.items()
+            pa.array([_as_column(name, answer.get(name)) for answer in answers], kind) for name, kind in _OURS.items()
         ]
         return pa.Table.from_arrays(columns, schema=self.schema)
 
@@ -110,10 +112,15 @@ def _cell(row: Any, field: pa.Field) -> pa.Array:
     if not isinstance(row, pa.RecordBatch):
         value = row.get(field.name)
         return pa.array([value if _fits(value, field.type) else None], field.type)
-    at = row.schema.get_field_index(field.name)
+    return _as_type(row, field, 1)
+
+
+def _as_type(table: Any, field: pa.Field, rows: int) -> Any:
+    """A column of a table or batch as the output has it; nulls where there is none."""
+    at = table.schema.get_field_index(field.name)
     if at < 0:
-        return pa.nulls(1, field.type)
-    column: pa.Array = row.column(at)
+        return pa.nulls(rows, field.type)
+    column = table.column(at)
     return column if column.type == field.type else column.cast(field.type)
 
 
@@ -168,8 +175,9 @@ def input_schema(tables: Mapping[str, pa.Schema], rows: Iterable[Mapping[str, An
             unified = pa.unify_schemas([schema, found], promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
             raise ConfigError(f"the columns of {path} do not go together with those of {seen}: {error}") from error
-        schema = unified.with_metadata(schema.metadata or found.metadata)
-        seen = path
+        # What the files do not agree on, such as the names of Hugging Face's class labels, is true of none of them.
+        common = found.metadata if not seen else _agreed(schema.metadata, found.metadata)
+        schema, seen = unified.with_metadata(common), path
     kinds: dict[str, pa.DataType | None] = {}
     for row in rows:
         for name, value in row.items():
@@ -179,6 +187,10 @@ def input_schema(tables: Mapping[str, pa.Schema], rows: Iterable[Mapping[str, An
     for name, kind in given:
         schema = schema.append(pa.field(name, kind))
     return schema.append(pa.field(REST, _TEXT)) if kinds else schema
+
+
+def _agreed(one: dict[bytes, bytes] | None, other: dict[bytes, bytes] | None) -> dict[bytes, bytes] | None:
+    return {key: value for key, value in (one or {}).items() if (other or {}).get(key) == value} or None
 
 
 def _common(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:

@@ -17,8 +17,8 @@ def write_outcome(outcome: Outcome) -> bytes:
     """
     ours = answer_columns(outcome)
     if isinstance(outcome.context, Mapping):
-        row = without_data_urls(dict(outcome.context))
-        return dumps({**{free_name(name, ours, row): value for name, value in row.items()}, **ours})
+        row = without_data_urls(outcome.context)
+        return dumps({**{free_name(name, row): value for name, value in row.items()}, **ours})
     given = {} if outcome.context is None else {"input": without_data_urls(outcome.context)}
     return dumps({**given, **ours})
 
@@ -29,9 +29,16 @@ def answer_columns(outcome: Outcome) -> dict[str, Any]:
     return {"custom_id": outcome.custom_id, **columns}
 
 
-def free_name(name: str, ours: Iterable[str], row: Iterable[str]) -> str:
-    """What a column of the input is called beside ours: its own name, or `input_<name>`."""
-    if name not in ours or name == "custom_id":
+COLUMNS = (
+    *("custom_id", "answer", "reasoning", "finish_reason", "usage"),
+    *("refusal", "tool_calls", "logprobs", "choices", "error"),
+)
+"""All columns of ours that a row may get, of answers and of failures."""
+
+
+def free_name(name: str, row: Iterable[str]) -> str:
+    """What a column of the input is called beside ours, in all rows alike: its own name, or `input_<name>`."""
+    if name not in COLUMNS or name == "custom_id":
         return name
     name = f"input_{name}"
     while name in row:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from beam_llm.errors import ConfigError, RequestError
 from beam_llm.formats.common_row import custom_id_of, parse_object, without_data_urls
 from beam_llm.jsontext import dumps, loads
-from beam_llm.messages import fill_images, has_empty_images
+from beam_llm.messages import place_images
 from beam_llm.parquet_rows import ParquetRow
 from beam_llm.records import ChatRequest, Origin
 
@@ -27,11 +27,10 @@ class RowColumns:
     Args:
         prompt: Template in which `{column}` is replaced; `{{` and `}}` are braces. None: the row's `messages` column,
             else its `prompt` column.
-        image_columns: Columns with a picture or a list of pictures, sent before the text in this order. None given:
-            `image` and `images`, where a row has them.
+        image_columns: Columns with a picture or a list of pictures, in this order. None given: `image` and `images`,
+            where a row has them.
         messages_column: Column with messages in any accepted form, JSON text too; excludes `prompt`. None: `messages`,
-            where a row has it and there is no `prompt` template. Image parts that name no picture, as Hugging Face
-            data sets have them, get those of the image columns in turn.
+            where a row has it and there is no `prompt` template. See `place_images` for where pictures go.
 
     Raises:
         ConfigError: Both a prompt and a messages column, or a template that cannot be read.
@@ -85,7 +84,7 @@ def request_of_row(row: Mapping[str, Any], origin: Origin, columns: RowColumns) 
 
 
 def _body(row: Mapping[str, Any]) -> dict[str, Any]:
-    body = _parsed(row.get("body"), "{")
+    body = _parsed(row.get("body"), "{", "body")
     if body is None:
         return {}
     if not isinstance(body, dict):
@@ -94,23 +93,20 @@ def _body(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(row: Mapping[str, Any], columns: RowColumns) -> Any:
-    name = columns.messages_column or _MESSAGES
-    if columns.prompt is None and (columns.messages_column is not None or row.get(name) is not None):
-        messages = _parsed(_value(row, name), "[")
-        if isinstance(row, ParquetRow):
-            messages = _without_nulls(messages)
-        return fill_images(messages, _pictures(row, columns) if has_empty_images(messages) else [])
     if columns.prompt is not None:
         pieces = string.Formatter().parse(columns.prompt)
-        text = "".join(said + ("" if name is None else _as_text(_value(row, name))) for said, name, _, _ in pieces)
+        text = "".join(said + ("" if name is None else _as_text(row, name)) for said, name, _, _ in pieces)
+    elif columns.messages_column is not None or row.get(_MESSAGES) is not None or _PROMPT not in row:
+        name = columns.messages_column or (_MESSAGES if _MESSAGES in row else _PROMPT)
+        messages = _parsed(_value(row, name), "[", name)
+        if isinstance(row, ParquetRow):
+            messages = _without_nulls(messages)
+        return place_images(messages, _pictures(row, columns), must=bool(columns.image_columns))
     else:
         text = _value(row, _PROMPT)
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a string, got {text!r:.80}")
-    if pictures := _pictures(row, columns):
-        said = [{"type": "text", "text": text}] if text else []
-        return [*({"type": "image", "value": picture} for picture in pictures), *said]
-    return text
+    return place_images(text, _pictures(row, columns), must=True)
 
 
 def _pictures(row: Mapping[str, Any], columns: RowColumns) -> list[Any]:
@@ -121,19 +117,31 @@ def _pictures(row: Mapping[str, Any], columns: RowColumns) -> list[Any]:
 def _column_pictures(row: Mapping[str, Any], name: str) -> list[Any]:
     if isinstance(row, ParquetRow) and name in row:
         found = row.pictures(name)
-        return found if found is not None else [_value(row, name)]
-    value = _value(row, name)
-    return value if isinstance(value, list) else [value]
+        pictures = found if found is not None else [_value(row, name)]
+    else:
+        value = _parsed(_value(row, name), "[", name)
+        pictures = value if isinstance(value, list) else [value]
+    return [picture.strip() if isinstance(picture, str) else picture for picture in pictures]
 
 
-def _parsed(value: Any, opening: str) -> Any:
-    """A value that a table keeps as JSON text, as itself; any other text as it is."""
-    if isinstance(value, str) and value.lstrip().startswith(opening):
-        with suppress(ValueError):
-            parsed = loads(value.encode())
-            if isinstance(parsed, dict) or all(isinstance(item, dict) for item in parsed):
-                return parsed
-    return value
+_LIST = re.compile(r"\s*\[\s*[\"'{]")
+
+
+def _parsed(value: Any, opening: str, column: str) -> Any:
+    """A value that a table keeps as JSON text, as itself; any other text as it is.
+
+    Raises:
+        RequestError: It begins like a list and is no JSON, as Python's own form of a list is none.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(opening):
+        return value
+    try:
+        return loads(value.encode())
+    except ValueError as error:
+        if opening == "[" and _LIST.match(value):
+            reason = f"column {column!r}: looks like a list and is no JSON ({error}); write such cells with json.dumps"
+            raise RequestError(reason) from error
+        return value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -150,8 +158,17 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(row: Mapping[str, Any], name: str) -> str:
+    value = _value(row, name)
+    if _holds_bytes(value):
+        raise RequestError(f"column {name!r} holds bytes, which a prompt cannot; pictures go into --image_column")
     return value if isinstance(value, str) else dumps(without_data_urls(value)).decode().strip('"')
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return any(_holds_bytes(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (bytes, bytearray))
 
 
 def missing_column(columns: RowColumns, rows: Iterable[Mapping[str, Any]]) -> str | None:

@@ -48,6 +48,9 @@ __all__ = ["DataURL", "EncodedImage", "ImagePolicy", "data_url", "encode_image",
 _LOSSY_FORMATS = ("JPEG", "MPO", "WEBP", "HEIF", "AVIF")
 _FALLING_QUALITY = (80, 65, 50)
 _SMALLEST_SIDE = 16
+_LONGEST_SIDE = 65_500
+"""What a JPEG can have."""
+
 _PNG_COMPRESSION = 1
 """Of a 640x480 photo: level 1 takes 19 ms and 437 kB, Pillow's default 88 ms and 399 kB."""
 
@@ -147,7 +150,7 @@ def target_size(width: int, height: int, policy: ImagePolicy) -> tuple[int, int]
     grown = policy.min_side / min(size)
     size = (max(policy.min_side, round(size[0] * grown)), max(policy.min_side, round(size[1] * grown)))
     if size[0] * size[1] > (policy.max_pixels or policy.max_decode_pixels) or max(size) > (
-        policy.max_side or max(size)
+        policy.max_side or _LONGEST_SIDE
     ):
         reason = f"is {width}x{height}: min_side {policy.min_side} would make it {size[0]}x{size[1]}, beyond the limits"
         raise RequestError(reason, ErrorKind.BAD_IMAGE)
@@ -193,14 +196,21 @@ def _decode_and_encode(image: Image.Image, data: bytes | None, policy: ImagePoli
         return EncodedImage(data, media_type(image_format), *target, converted=False)
     pixels = image
     if image.mode in ("RGB", "L", "CMYK") and "transparency" not in image.info and target[0] < image.width:
-        pixels = image.resize(target, Image.Resampling.LANCZOS)  # first, as what follows costs by the pixel
+        pixels = _resized(image, target)  # first, as what follows costs by the pixel
     pixels = flat_srgb(pixels, policy.background)
     if pixels.size != target:
-        pixels = pixels.resize(target, Image.Resampling.LANCZOS)
+        pixels = _resized(pixels, target)
     pixels = pixels.copy() if pixels is image else pixels
     pixels.info = {}  # Pillow would write the profile, comment and transparent colour that stand in it
     is_lossy = image_format in _LOSSY_FORMATS and not (data is not None and is_lossless_webp(data))
     return _encode_pixels(pixels if turn is None else pixels.transpose(turn), is_lossy, policy)
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Hamming's filter where a picture gets smaller: of 1.9 to 1 megapixel it takes 15 ms, Lanczos 32, bicubic 24, and
+    for shrinking it is about as sharp as bicubic. Lanczos where it gets larger."""
+    shrinks = size[0] <= image.width and size[1] <= image.height
+    return image.resize(size, Image.Resampling.HAMMING if shrinks else Image.Resampling.LANCZOS)
 
 
 def _may_pass_decoded(image: Image.Image, data: bytes, target: tuple[int, int], policy: ImagePolicy) -> bool:
@@ -241,7 +251,7 @@ def _encode_pixels(pixels: Image.Image, is_lossy: bool, policy: ImagePolicy) -> 
         if max(size) < _SMALLEST_SIDE or min(size) < (policy.min_side or 1):
             reason = f"is {pixels.width}x{pixels.height} and does not fit into max_bytes ({limit}) at a useful size"
             raise RequestError(reason, ErrorKind.BAD_IMAGE)
-        smaller = pixels.resize(size, Image.Resampling.LANCZOS)
+        smaller = _resized(pixels, size)
         data = _saved(smaller, image_format, quality)
     return EncodedImage(data, media_type(image_format), smaller.width, smaller.height, converted=True)
 

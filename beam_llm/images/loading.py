@@ -116,8 +116,8 @@ def scheme_of(reference: str) -> str:
 
 
 def locate(path: str, policy: ImagePolicy, beside: str | None) -> str:
-    """Where a path leads: relative ones start at `policy.root`; without one at the current folder, or else at the
-    folder of the file that they stand in, as in data sets that come with their pictures.
+    """Where a path leads: relative ones start at `policy.root`; without one at the folder of the file that they stand
+    in, as in data sets that come with their pictures, or else at the current folder.
 
     Args:
         path: A local path, absolute or relative.
@@ -131,7 +131,7 @@ def locate(path: str, policy: ImagePolicy, beside: str | None) -> str:
         return path
     if policy.root is not None:
         return f"{policy.root.rstrip('/')}/{path}" if "://" in policy.root else path
-    if beside is None or os.path.lexists(path):
+    if beside is None:
         return path
     folder, slash, _ = beside.rpartition("/")
     neighbour = f"{folder}{slash}{path}"
@@ -152,6 +152,8 @@ def _load(
     if scheme == "data":
         return _decode_data_url(reference, policy.max_download_bytes)
     if scheme in ("http", "https"):
+        if not urlsplit(reference).hostname:
+            raise _refused("is a URL without a host")
         if not policy.fetch_images:
             return reference
         return with_retries(lambda: fetch_once(reference, policy), sleep, rng)

@@ -50,7 +50,7 @@ class ImagePolicy:
     max_download_bytes: int = 100 * 2**20
     download_timeout_s: float = 30.0
     user_agent: str | None = None
-    cache_bytes: int = 64 * 2**20
+    cache_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
         check_field_types(self)

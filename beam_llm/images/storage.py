@@ -19,7 +19,15 @@ from apache_beam.io.filesystems import FileSystems
 from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images.fetch import TransientReadError
 
-_FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, ImportError)
+_FINAL_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ValueError,
+    ImportError,
+    AssertionError,
+)
 _RETRYABLE_STATUS = (408, 425, 429)
 _CONNECTIONS = 128
 """Kept open to Cloud Storage, one for each thread that loads pictures."""

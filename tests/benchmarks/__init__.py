@@ -1,0 +1,1 @@
+"""What a request costs, beside the peers, in one run: `make bench`, `make bench-full`."""
