@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +11,16 @@ from typing import Any
 
 import apache_beam as beam
 
-from beam_llm.body import BodyBuilder, PreparedRequest
+from beam_llm.body import BodyBuilder, Draft, PreparedRequest
 from beam_llm.config import ChatConfig
 from beam_llm.dofn import Windowed
 from beam_llm.records import FailedRequest
 
 _IMAGE_THREADS = 128
 """Pictures loaded side by side: hides a bucket's 50 ms an object; cores decode."""
+
+_BUSY_THREADS = max(4, os.cpu_count() or 1)
+"""Threads that load pictures which need not be waited for."""
 
 _BATCH_IMAGE_BYTES = 32 << 20
 """Encoded pictures of a batch, about: all of them are in memory at the same time."""
@@ -83,17 +88,29 @@ class EncodeImages:
 
     def _prepare(self, builder: BodyBuilder, requests: list[Any]) -> Iterator[Prepared]:
         drafts = [r if isinstance(r, FailedRequest) else builder.draft(r) for r in requests]
-        waiting = {}
-        for i, draft in enumerate(drafts):
-            if not isinstance(draft, FailedRequest) and draft.references:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
-                waiting[i] = self._pool.submit(builder.finish, draft)
-        for i, draft in enumerate(drafts):
+        loading = [draft for draft in drafts if not isinstance(draft, FailedRequest) and draft.references]
+        if loading and self._pool is None:
+            self._pool = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="beam_llm-images")
+        loaded = iter(self._load(builder, loading))
+        for draft in drafts:
             if isinstance(draft, FailedRequest):
                 yield draft
             else:
-                yield waiting.pop(i).result() if i in waiting else builder.finish(draft)
+                yield next(loaded) if draft.references else builder.finish(draft)
+
+    def _load(self, builder: BodyBuilder, drafts: list[Draft]) -> Iterator[Prepared]:
+        """Finishes drafts side by side, in order: each on a thread of its own where one has to wait for pictures; else
+        a few threads take a share each, as handing one over takes as long as reading a file."""
+        if not drafts:
+            return
+        assert self._pool is not None
+        quick = builder.loads_quickly(drafts)
+        share = math.ceil(len(drafts) / _BUSY_THREADS) if quick else 1
+        shares = [drafts[i : i + share] for i in range(0, len(drafts), share)]
+        for finished in [
+            self._pool.submit(lambda part: [builder.finish(draft) for draft in part], part) for part in shares
+        ]:
+            yield from finished.result()
 
 
 def picture_weight(images: int, mean_bytes: float, batch_size: int) -> int:

@@ -55,11 +55,15 @@ def collect_garbage_less_often() -> None:
         gc.set_threshold(_GC_THRESHOLD, second, third)
 
 
-_ARENA_MAX, _MMAP_THRESHOLD = -8, -3
+_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
 """Parameters of glibc's mallopt, from its malloc.h."""
 
 _LARGE_BUFFER = 1 << 20
 """Bytes. Smaller values save little memory more and cost CPU: the kernel hands out such buffers page by page."""
+
+_KEPT_FREE = 64 << 20
+"""Bytes that may lie free at the end of the heap. At malloc's own 128 KB each batch of pictures would be given back and
+asked for again, which takes more CPU than encoding them: 240 us instead of 100 for a file of 200 KB."""
 
 
 def return_large_buffers() -> None:
@@ -73,3 +77,4 @@ def return_large_buffers() -> None:
     if mallopt is not None:
         mallopt(_ARENA_MAX, 1)
         mallopt(_MMAP_THRESHOLD, _LARGE_BUFFER)
+        mallopt(_TRIM_THRESHOLD, _KEPT_FREE)

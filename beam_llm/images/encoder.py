@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from beam_llm.images.loading import bare_reference, describe_reference, load_ima
 from beam_llm.spill import Deferred
 
 _UNKNOWN_BYTES = 4e6
+_QUICK_S = 0.01
 _NEWEST = 0.1
 """Share of the newest picture in the running mean."""
 
@@ -77,6 +79,7 @@ class ImageEncoder:
     def __init__(self, policy: ImagePolicy) -> None:
         self._policy = policy
         self._recent = RecentURLs(policy.cache_bytes)
+        self._mean_load_s = 0.0
         self.mean_bytes = _UNKNOWN_BYTES
         """Running mean of the size of the data URLs that were made."""
 
@@ -103,8 +106,15 @@ class ImageEncoder:
             return self._make(bare, name, beside)
         return self._recent.get(key, lambda: self._make(bare, name, beside))
 
+    def loads_quickly(self, reference: Any) -> bool:
+        """Whether a picture need not be waited for: it is at hand, or on a disk that has been quick so far."""
+        is_remote = isinstance(reference, str) and scheme_of(reference) not in ("", "data", "file")
+        return not is_remote and self._mean_load_s < _QUICK_S
+
     def _make(self, reference: Any, name: str, beside: str | None) -> DataURL:
+        begun_s = time.perf_counter()
         loaded = load_image(reference, self._policy, beside)
+        self._mean_load_s += _NEWEST * (time.perf_counter() - begun_s - self._mean_load_s)
         assert not isinstance(loaded, str), "http(s) URLs that are passed on are not loaded"
         url = data_url(encode_image(loaded, self._policy, name))
         self.mean_bytes += _NEWEST * (len(url) - self.mean_bytes)
