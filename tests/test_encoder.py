@@ -18,7 +18,7 @@ from beam_llm.errors import ErrorKind, RequestError
 from beam_llm.images import DataURL, ImagePolicy
 from beam_llm.images.encoder import ImageEncoder, RecentURLs
 from beam_llm.images.loading import locate
-from tests.test_image_loading import image_server
+from tests.test_image_loading import Handler, image_server
 
 
 def url(size: int) -> DataURL:
@@ -30,6 +30,27 @@ def bmp(shade: int = 0) -> bytes:
     buffer = BytesIO()
     Image.new("RGB", (8, 8), (shade, 0, 0)).save(buffer, "BMP")
     return buffer.getvalue()
+
+
+def test_pictures_have_to_be_waited_for_while_they_come_slowly(tmp_path: Path) -> None:
+    """From a bucket that is mounted as a folder, say: then each is loaded on a thread of its own."""
+    path = tmp_path / "a.bmp"
+    path.write_bytes(bmp())
+
+    def slowly(handler: Handler) -> None:
+        time.sleep(0.03)
+        handler.reply(200, bmp())
+
+    encoder = ImageEncoder(ImagePolicy(fetch_images=True, allow_private_addresses=True, cache_bytes=0))
+    assert all(encoder.loads_quickly(reference) for reference in (str(path), path, bmp(), "data:image/png;base64,AA=="))
+    assert not any(encoder.loads_quickly(url) for url in ("gs://bucket/a.png", "https://host/a.png"))
+    with image_server(slowly) as server:
+        for _ in range(10):
+            encoder.url(f"{server.url}/a.bmp")
+    assert not encoder.loads_quickly(path)
+    for _ in range(100):
+        encoder.url(path)
+    assert encoder.loads_quickly(path)
 
 
 def test_what_was_used_last_is_kept_up_to_the_limit() -> None:

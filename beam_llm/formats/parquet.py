@@ -43,6 +43,9 @@ _OURS = {
     "choices": _TEXT,
     "error": _ERROR,
 }
+_LARGEST_EXACT = 2**53
+"""Integers up to here are doubles too."""
+
 _SIMPLE = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
@@ -121,17 +124,25 @@ def _as_type(table: Any, field: pa.Field, rows: int) -> Any:
     if at < 0:
         return pa.nulls(rows, field.type)
     column = table.column(at)
-    return column if column.type == field.type else column.cast(field.type)
+    # Types differ where files do, and a wider one was found; not every large integer has its double.
+    return column if column.type == field.type else column.cast(field.type, safe=False)
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
     if value is None:
         return True
     if pa.types.is_float64(kind):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, float) or (type(value) is int and abs(value) <= _LARGEST_EXACT)
     if pa.types.is_int64(kind):
-        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-    return isinstance(value, bool) if pa.types.is_boolean(kind) else not pa.types.is_string(kind) or _is_text(value)
+        return type(value) is int and -(2**63) <= value < 2**63
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    if pa.types.is_string(kind):
+        return _is_text(value)
+    try:
+        return pa.array([value], kind) is not None  # a row of JSON beside Parquet files with columns of other types
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        return False
 
 
 def _is_text(value: Any) -> bool:
