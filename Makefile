@@ -31,7 +31,7 @@ bench: .venv/.demo .cache/venv-bench/.short
 	$(BIN)/python -m tests.benchmarks
 
 bench-full: .venv/.demo .cache/venv-bench/.full
-	$(BIN)/python -m tests.benchmarks --full
+	$(BIN)/python -m tests.benchmarks --full $(ROUNDS:%=--rounds=%)
 
 lint: .venv/.test
 	$(BIN)/ruff check

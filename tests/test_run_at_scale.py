@@ -146,7 +146,7 @@ def test_the_summary_says_what_the_endpoint_counted(clean: Outcome, faulty: Outc
         assert summary["retries"] == stats["requests"] - ROWS
         shown = done.stderr.count("rows/s, ") + done.stderr.count(
             "requests fail"
-        )  # progress every 15 s, a first reason
+        )  # progress every 15 s, and reasons
         assert len(done.lines) == 2 + shown
 
 
