@@ -159,6 +159,8 @@ class WriteResults(beam.PTransform):
         ordered: One shard for each range that was read, whose names and rows follow the input; see `ordered`.
             Else one shard a bundle, rows as they finish.
         failed_name: What the files of failed requests begin with.
+        completed: Whether completed requests are written; where nothing is sent there are none, and the files of an
+            earlier run stay.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class WriteResults(beam.PTransform):
         given: pa.Schema | None = None,
         ordered: bool = False,
         failed_name: str = "failed",
+        completed: bool = True,
     ) -> None:
         super().__init__()
         self._output = output
@@ -176,10 +179,14 @@ class WriteResults(beam.PTransform):
         self._given = given
         self._ordered = ordered
         self._failed_name = failed_name
+        self._completed = completed
 
     def expand(self, results: ChatResults) -> None:
         """One sink for each output, fused with what is before it."""
-        for name, outcomes in (("completed", results.completed), (self._failed_name, results.failed)):
+        outputs = [(self._failed_name, results.failed)]
+        if self._completed:
+            outputs.append(("completed", results.completed))
+        for name, outcomes in outputs:
             sink = self._sink(name)
             if self._ordered:
                 _ = outcomes | f"Write_{name}" >> beam.ParDo(WriteOrderedShards(self._output, name, sink))

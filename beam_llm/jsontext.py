@@ -30,7 +30,8 @@ _LONGEST_EXACT = 64 << 10
 
 
 def dumps(value: Any) -> bytes:
-    """Strict JSON on one line: UTF-8, NaN and infinities as null, half surrogate pairs as `\\udXXX` escapes.
+    """Strict JSON on one line: UTF-8, NaN and infinities as null, half surrogate pairs as `\\udXXX` escapes,
+    integers of any length, values that were left on disk (`Deferred`) as themselves.
 
     Raises:
         TypeError: Something that JSON cannot say.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -66,7 +67,7 @@ class Preview:
             names = table_columns(path, self._types[path]) or []
             if flaw := missing_column(columns, [dict.fromkeys(names)]):
                 raise ConfigError(f"{flaw} ({path})")
-        if flaw := missing_column(columns, list(self._json_rows())):
+        if flaw := missing_column(columns, self._json_rows()):
             raise ConfigError(flaw)
 
     def columns(self) -> pa.Schema:
@@ -74,8 +75,7 @@ class Preview:
         tables = self._of(FileType.PARQUET)
         with ThreadPoolExecutor(_READERS) as readers:
             schemas = dict(zip(tables, readers.map(schema_of, tables), strict=True))
-        rows = [*self._rows_of(FileType.CSV), *self._json_rows()]
-        return input_schema(schemas, rows)
+        return input_schema(schemas, chain(self._rows_of(FileType.CSV), self._json_rows()))
 
     def _of(self, *types: FileType) -> list[str]:
         return [path for path, kind in self._types.items() if kind in types]

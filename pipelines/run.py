@@ -169,9 +169,13 @@ def build_pipeline(run: _Run, config: ChatConfig) -> beam.Pipeline:
     pipeline = beam.Pipeline(options=run.options)
     requests = pipeline | "ReadRequests" >> ReadRequests(run.patterns, run.input_format, run.chat.limit)
     ask = ValidateRequests(config) if run.chat.validate_only else ChatCompletion(config)
-    failed_name = INVALID if run.chat.validate_only else "failed"
     write = WriteResults(
-        run.output, run.output_format, given=run.given, ordered=run.chat.ordered, failed_name=failed_name
+        run.output,
+        run.output_format,
+        given=run.given,
+        ordered=run.chat.ordered,
+        failed_name=INVALID if run.chat.validate_only else "failed",
+        completed=not run.chat.validate_only,
     )
     _ = requests | "ChatCompletion" >> ask | "WriteResults" >> write
     return pipeline

@@ -123,6 +123,16 @@ def test_parquet_comes_out_as_json_rows_without_its_pictures(photos: Path, tmp_p
     assert (row["input_answer"], row["answer"]) == ("what people said", "0 [image PNG 8x8]")
 
 
+def test_a_look_before_sending_leaves_the_results_of_an_earlier_run(photos: Path, tmp_path: Path) -> None:
+    flags = [f"--input={photos}", "--base_url=simulated", "--prompt={caption}", "--output_file_type=parquet"]
+    before = run(tmp_path / "out", *flags, "--num_workers=1", code=3)
+    files = {path: path.read_bytes() for path in before.output.glob("[cf]*.parquet")}
+    assert len(files) == 2
+    after = run(tmp_path / "out", *flags, "--num_workers=1", "--validate_only", code=3)
+    assert {path: path.read_bytes() for path in after.output.glob("[cf]*.parquet")} == files
+    assert table(after, "invalid")["id"].to_pylist() == [7, 47, 87]
+
+
 def test_csv_rows_find_the_pictures_that_lie_beside_the_file(tmp_path: Path) -> None:
     """As in a folder of pictures with its metadata.csv; a part of them is packed."""
     for folder in ("a", "b"):
