@@ -39,7 +39,7 @@ def failed(**fields: Any) -> FailedRequest:
 
 
 def row_request(row: Any, **columns: Any) -> ChatRequest:
-    return rows.read_request(dumps(row), HERE, RowColumns(**columns))
+    return rows.request_of_row(parse_object(dumps(row)), HERE, RowColumns(**columns))
 
 
 def parsed(line: bytes) -> Any:
@@ -96,7 +96,7 @@ def test_rows_with_the_same_id_can_be_told_apart_by_their_place(output: Any, fie
     lines = []
     for offset in (0, 40):
         origin = Origin("a.jsonl", offset)
-        request = openai_batch.read_request(dumps({**fields, "body": BODY}), origin)
+        request = openai_batch.request_of_line({**fields, "body": BODY}, origin)
         lines.append(output.write_outcome(failed(custom_id=request.custom_id, origin=origin)))
     assert lines[0] != lines[1]
     if output is openai_batch:
@@ -136,13 +136,13 @@ def test_a_line_that_cannot_be_read_is_kept_in_a_safe_form() -> None:
 
 def test_a_batch_line_becomes_its_request() -> None:
     line = dumps({"custom_id": "r", "method": "POST", "url": CHAT_COMPLETIONS, "body": {**BODY, "vendor": None}})
-    assert openai_batch.read_request(line, HERE) == ChatRequest(
+    assert openai_batch.request_of_line(parse_object(line), HERE) == ChatRequest(
         "r", {**BODY, "vendor": None}, CHAT_COMPLETIONS, origin=HERE
     )
 
 
 def test_method_and_url_of_a_batch_line_may_be_left_out() -> None:
-    assert openai_batch.read_request(dumps({"body": BODY}), HERE).path == CHAT_COMPLETIONS
+    assert openai_batch.request_of_line({"body": BODY}, HERE).path == CHAT_COMPLETIONS
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_method_and_url_of_a_batch_line_may_be_left_out() -> None:
 )
 def test_a_batch_line_with_a_wrong_field_is_refused_by_its_name(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        openai_batch.read_request(dumps(row), HERE)
+        openai_batch.request_of_line(parse_object(dumps(row)), HERE)
     assert caught.value.message.startswith(reason)
     assert len(caught.value.message) < 200
 

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from beam_llm.errors import ErrorKind, RequestError
-from beam_llm.formats.openai_batch import read_request, write_outcome
+from beam_llm.formats.common_row import parse_object
+from beam_llm.formats.openai_batch import request_of_line, write_outcome
 from beam_llm.images import ImagePolicy
 from beam_llm.images.encoder import ImageEncoder
 from beam_llm.messages import image_references
@@ -71,7 +72,7 @@ def restored(spool: Spool) -> dict[str, list[Any]]:
     found = {}
     for path in spool.folder.glob("prompts-*.jsonl"):
         for line in path.read_bytes().splitlines():
-            request = restore(read_request(line, Origin(str(path), 0)))
+            request = restore(request_of_line(parse_object(line), Origin(str(path), 0)))
             assert isinstance(request, ChatRequest)
             found[request.custom_id] = image_references(request.body["messages"])
     return found

@@ -8,26 +8,21 @@ from typing import Any
 
 from beam_llm.answers import answer_flaw
 from beam_llm.errors import RequestError
-from beam_llm.formats.common_row import custom_id_of, parse_object, source_of, without_data_urls
+from beam_llm.formats.common_row import custom_id_of, source_of, without_data_urls
 from beam_llm.jsontext import dumps, loads
 from beam_llm.records import CHAT_COMPLETIONS, ChatRequest, Completion, FailedRequest, Origin, Outcome
 
 
-def read_request(line: bytes, origin: Origin) -> ChatRequest:
+def request_of_line(row: dict[str, Any], origin: Origin) -> ChatRequest:
     """The request of an input line: `{"custom_id", "method", "url", "body"}`.
 
     Args:
-        line: One line without its end.
+        row: The line, parsed.
         origin: Where it stands; its text is the custom_id of a line that has none.
 
     Raises:
-        RequestError: Not JSON, not an object, or a field of the wrong kind; names the field and the value.
+        RequestError: A field of the wrong kind; names the field and the value.
     """
-    return request_of_line(parse_object(line), origin)
-
-
-def request_of_line(row: dict[str, Any], origin: Origin) -> ChatRequest:
-    """As `read_request`, for a line that is parsed already."""
     body = row.get("body")
     if not isinstance(body, dict):
         raise RequestError(f"body: expected an object, got {body!r:.80}")

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from beam_llm.errors import ConfigError, RequestError
-from beam_llm.formats.common_row import custom_id_of, parse_object, without_data_urls
+from beam_llm.formats.common_row import custom_id_of, without_data_urls
 from beam_llm.jsontext import dumps, loads
 from beam_llm.messages import place_images
 from beam_llm.parquet_rows import ParquetRow
@@ -58,17 +58,8 @@ class RowColumns:
         return [name for _, name, _, _ in fields if name is not None]
 
 
-def read_request(line: bytes, origin: Origin, columns: RowColumns) -> ChatRequest:
-    """The request of a line of JSON; the row itself comes back as the outcome's context.
-
-    Raises:
-        RequestError: Not JSON, not an object, or a column that is missing, null or of the wrong kind.
-    """
-    return request_of_row(parse_object(line), origin, columns)
-
-
 def request_of_row(row: Mapping[str, Any], origin: Origin, columns: RowColumns) -> ChatRequest:
-    """The request of a row of any file.
+    """The request of a row of any file; the row itself comes back as the outcome's context.
 
     A row may bring body fields of its own in an object column `body`; other columns are never sent.
 
